@@ -1,0 +1,79 @@
+"""Frozen settings, built and validated once; no other file reads a flag or an env var."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: the CLI reads defaults off the class
+class EngineConfig:
+    """Everything that decides what the engine computes and how much it holds."""
+
+    model: str
+    """Target checkpoint: a directory, a Hub id, or `demo`."""
+
+    draft: str | None = None
+    """DSpark checkpoint; None decodes one token a step."""
+
+    num_speculative_tokens: int | None = None
+    """Draft tokens per round (gamma); None takes what the draft was trained for."""
+
+    device: Device = "auto"
+    """auto: cuda if there is one, else cpu."""
+
+    dtype: DType = "auto"
+    """auto: the checkpoint's dtype on cuda, float32 on cpu."""
+
+    max_num_seqs: int | None = None
+    """Requests decoded at once; None: 32 on cpu, 256 on cuda."""
+
+    max_num_batched_tokens: int | None = None
+    """Prompt tokens per prefill step; None: 512 on cpu, 8192 on cuda."""
+
+    max_model_len: int | None = None
+    """Prompt plus output tokens of one request; None: the checkpoint's, or what KV memory holds."""
+
+    gpu_memory_utilization: float = 0.90
+    """Share of device memory (on cpu: of free memory, at most 4 GiB) for weights and KV."""
+
+    kv_cache_memory_bytes: int | None = None
+    """KV memory for target and draft together; overrides the share above."""
+
+    kv_block_size: int = 16
+    """Tokens per KV block."""
+
+    enable_prefix_caching: bool = True
+    """Reuse KV of equal prompt prefixes."""
+
+    threads: int | None = None
+    """CPU threads; None: the cores this process may use."""
+
+    def __post_init__(self) -> None:
+        """Reject what cannot run."""
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if self.kv_block_size < 1 or self.kv_block_size & (self.kv_block_size - 1):
+            raise ConfigError(f"kv_block_size must be a power of two, got {self.kv_block_size}")
+        for name in (
+            "num_speculative_tokens",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "kv_cache_memory_bytes",
+            "threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be >= 1, got {value}")
+        if self.num_speculative_tokens is not None and self.draft is None:
+            raise ConfigError(
+                "--num-speculative-tokens is set but there is no draft",
+                hint="give --draft, or drop --num-speculative-tokens",
+            )
