@@ -1,20 +1,32 @@
-"""The loop: admit, prefill, draft, verify, accept, commit."""
+"""The loop. Read this file first: `step` is one turn of admit, prefill, draft, verify, commit."""
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence as Items
 
+import torch
+
+from engine import worker
 from engine.config import EngineConfig
-from engine.request import Completion, Request, RequestFailure
+from engine.errors import RequestError
+from engine.kv.blocks import BlockPool
+from engine.models.locate import locate
+from engine.request import Completion, Request, RequestFailure, Round
+from engine.runner.model_runner import ModelRunner
+from engine.runner.rows import Rows
+from engine.scheduler import Scheduler
+from engine.sequence import End, Sequence
 from engine.telemetry import EngineStats
-from engine.text import Tokenizer
+from engine.text import StopMatcher, Tokenizer
+
+Output = Completion | RequestFailure
+
+
+def _silent(_phase: str, _done: int, _total: int) -> None:
+    pass
 
 
 class Engine:
     """Runs requests to completion on one process."""
-
-    config: EngineConfig
-    tokenizer: Tokenizer
-    stats: EngineStats
-    max_model_len: int
 
     def __init__(
         self, config: EngineConfig, *, on_progress: Callable[[str, int, int], None] | None = None
@@ -24,16 +36,188 @@ class Engine:
         Args:
             config: The settings.
             on_progress: Called with (phase, done, total) while loading; bytes for `load`.
+
+        Raises:
+            DSparkError: The checkpoints or settings cannot be served.
         """
-        raise NotImplementedError
+        begin = time.perf_counter()
+        self.config = config
+        self.stats = EngineStats()
+        loaded = worker.load(
+            config,
+            locate(config.model, "target"),
+            locate(config.draft, "draft") if config.draft is not None else None,
+            on_progress or _silent,
+        )
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.limits = loaded.limits
+        self.max_model_len = loaded.limits.max_model_len
+        self._eos = loaded.eos_token_ids
+        self._vocab_size = loaded.networks.target.spec.vocab_size
+        self._gamma = loaded.networks.num_speculative_tokens
+        limits = loaded.limits
+        self._scheduler = Scheduler(
+            BlockPool(limits.num_blocks),
+            limits.kv_block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            limits.lookahead,
+            prefix_caching=config.enable_prefix_caching,
+        )
+        width = -(-(limits.max_model_len + limits.lookahead) // limits.kv_block_size)
+        self.runner = ModelRunner(
+            loaded.networks,
+            Rows(limits.max_num_seqs, width, loaded.device),
+            self.stats.seconds,
+        )
+        self.stats.drafted_at = [0] * self._gamma
+        self.stats.accepted_at = [0] * self._gamma
+        self.stats.kv_blocks_total = limits.num_blocks
+        self.stats.seconds["load"] = time.perf_counter() - begin
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if `request` cannot be served; touches no state."""
-        raise NotImplementedError
+        ids = request.prompt_token_ids
+        if not ids:
+            raise RequestError("empty", "the prompt has no tokens", "give at least one token")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                "too_long",
+                f"the prompt has {len(ids)} tokens, the context holds {self.max_model_len} "
+                "with at least one output token",
+                f"shorten it to {self.max_model_len - 1} tokens, or raise --max-model-len",
+            )
+        if bad := next((t for t in ids if not 0 <= t < self._vocab_size), None):
+            raise RequestError(
+                "schema",
+                f"prompt token id {bad} is outside the vocabulary [0, {self._vocab_size})",
+                "tokenise with the target's tokenizer",
+            )
+        for token in request.params.stop_token_ids:
+            if token >= self._vocab_size:
+                raise RequestError(
+                    "schema",
+                    f"stop token id {token} is outside the vocabulary [0, {self._vocab_size})",
+                    "use ids of the target's tokenizer",
+                )
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Completion | RequestFailure]:
+    def run(self, requests: Iterable[Request]) -> Iterator[Output]:
         """Yield each request as it finishes; pulls from `requests` only as rows free up.
 
         Closing the iterator early drops what is unfinished and leaves the engine usable.
         """
-        raise NotImplementedError
+        source, scheduler = iter(requests), self._scheduler
+        try:
+            more = True
+            while True:
+                while more and scheduler.num_unfinished < self.limits.max_num_seqs:
+                    request = next(source, None)
+                    if request is None:
+                        more = False
+                    elif (failure := self._add(request)) is not None:
+                        yield failure
+                if scheduler.num_unfinished == 0:
+                    return
+                yield from self.step()
+        finally:
+            scheduler.drop_all()
+            self._count()
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """One turn: prefill what fits, then one round of every decoding sequence."""
+        begin, busy = time.perf_counter(), self._busy()
+        finished: list[Output] = []
+        if chunks := self._scheduler.prefill():
+            for chunk in chunks:
+                if chunk.admitted:
+                    self.runner.start(chunk.sequence)
+            firsts = self.runner.prefill(chunks)
+            for chunk, first in zip(chunks, firsts, strict=True):
+                self._scheduler.advance(chunk.sequence, chunk.start + chunk.count)
+                if first is not None:
+                    finished += self._commit(chunk.sequence, [first], None)
+        if batch := self._scheduler.decoding():
+            finished += self._round(batch)
+        self._count()
+        host = time.perf_counter() - begin - (self._busy() - busy)
+        self.stats.seconds["host"] = self.stats.seconds.get("host", 0.0) + host
+        return finished
+
+    def _add(self, request: Request) -> RequestFailure | None:
+        try:
+            self.validate(request)
+        except RequestError as error:
+            return RequestFailure(
+                request=request, kind=error.kind, message=str(error), retryable=False
+            )
+        self.stats.prompt_tokens += len(request.prompt_token_ids)
+        stops = request.params.stop
+        self._scheduler.add(
+            Sequence(request, StopMatcher(self.tokenizer, stops) if stops else None)
+        )
+        return None
+
+    def _round(self, batch: list[Sequence]) -> list[Output]:
+        lens = [min(self._gamma + 1, s.room(self.max_model_len)) for s in batch]
+        drafted = max(lens) > 1
+        tokens = self.runner.speculate(batch, lens) if drafted else self.runner.plain(batch)
+        finished: list[Output] = []
+        for sequence, new, verify_len in zip(batch, tokens, lens, strict=True):
+            finished += self._commit(sequence, new, verify_len - 1)
+        return finished
+
+    def _commit(
+        self, sequence: Sequence, tokens: Items[int], num_drafted: int | None
+    ) -> list[Output]:
+        """Append a step's tokens; `num_drafted` is None after prefill."""
+        kept, end = sequence.commit(tokens, self._eos, self.max_model_len)
+        self.stats.output_tokens += kept
+        if num_drafted is not None:
+            if num_drafted:
+                self._record(sequence, num_drafted, len(tokens), kept)
+            # the last kept token is the next anchor: its KV is not there yet
+            self._scheduler.advance(sequence, sequence.num_computed + kept)
+        if end is None:
+            return []
+        self._scheduler.retire(sequence)
+        return [self._complete(sequence, end)]
+
+    def _record(self, sequence: Sequence, drafted: int, committed: int, kept: int) -> None:
+        """Count a draft round, after the cut."""
+        accepted = min(committed - 1, kept)
+        if kept < committed:
+            drafted = kept  # the sequence ended inside the drafts; what follows was never output
+        sequence.rounds.append(Round(drafted, accepted, kept))
+        stats = self.stats
+        stats.rounds += 1
+        stats.drafted += drafted
+        stats.accepted += accepted
+        stats.committed += kept
+        for k in range(drafted):
+            stats.drafted_at[k] += 1
+            stats.accepted_at[k] += k < accepted
+
+    def _complete(self, sequence: Sequence, end: End) -> Completion:
+        ids = tuple(sequence.token_ids[sequence.num_prompt :])
+        text = self.tokenizer.decode(ids)
+        self.stats.cached_tokens += sequence.num_cached_tokens or 0
+        return Completion(
+            request=sequence.request,
+            token_ids=ids,
+            text=text if end.text_end is None else text[: end.text_end],
+            finish_reason=end.reason,
+            stop_reason=end.stop_reason,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            rounds=tuple(sequence.rounds),
+        )
+
+    def _busy(self) -> float:
+        return sum(self.stats.seconds.get(p, 0.0) for p in ("prefill", "draft", "verify"))
+
+    def _count(self) -> None:
+        scheduler, stats = self._scheduler, self.stats
+        stats.running = len(scheduler.running)
+        stats.waiting = len(scheduler.waiting)
+        stats.preemptions = scheduler.num_preemptions
+        stats.kv_blocks_used = scheduler.pool.num_blocks - scheduler.pool.num_free

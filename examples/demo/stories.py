@@ -154,7 +154,7 @@ def _each_sold(s: Story, who: Person, thing: Thing) -> None:
     s.work(
         f"{s.value} * {price}",
         f"At ${price} each, the {many} bring {{}} dollars.",
-        f"They are worth {{}} dollars.",
+        "They are worth {} dollars.",
     )
 
 

@@ -1,0 +1,178 @@
+"""Which drafts stay, and what the target adds: greedy match, or rejection sampling.
+
+Rejection sampling (Leviathan et al., 2023; Chen et al., 2023): draft k is accepted when
+
+    u * draft_probs(d) < target_probs(d)
+
+At the first rejection the bonus token is drawn from max(target_probs - draft_probs, 0); when every
+checked draft stays, from the target. The output then has exactly the target's distribution, for any
+draft distribution.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.contract import Dims
+from engine.kernels.noise import ACCEPT, BONUS, uniform
+from engine.kernels.sampling import SamplingRows, draw, target_probs
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What one verify round commits. R requests, G = gamma."""
+
+    token_ids: torch.Tensor  # [R, G+1] int64; row r holds num_committed[r] tokens, then -1
+    num_committed: torch.Tensor  # [R] int64 in [1, G+1]; accepted drafts plus the bonus token
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What the draft proposed."""
+
+    token_ids: torch.Tensor  # [R, G] int64
+    logits: torch.Tensor | None  # [R, G, V] float32, before temperature; None if all are greedy
+
+
+def accept(
+    target_logits: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    drafts: Drafts,
+    params: SamplingRows,
+    positions: torch.Tensor,
+) -> Acceptance:
+    """Decide a round.
+
+    Args:
+        target_logits: [T, V]; request r owns rows cu[r] to cu[r+1]: its anchor, then its drafts.
+        cu_seqlens_q: [R+1] int32; at least one row a request, at most G+1.
+        drafts: What was drafted; only the first len-1 of a request are checked.
+        params: R rows.
+        positions: [R] int64, the anchors' positions.
+    """
+    dims = Dims()
+    dims.check("target_logits", target_logits, "T V")
+    dims.check("cu_seqlens_q", cu_seqlens_q, "R+1", torch.int32)
+    dims.check("draft_ids", drafts.token_ids, "R G", torch.int64)
+    dims.check("positions", positions, "R", torch.int64)
+    out = accept_greedy_ref(target_logits.argmax(dim=-1), cu_seqlens_q, drafts.token_ids)
+    sampled = (params.temperature > 0).nonzero()[:, 0]
+    if sampled.numel() == 0:
+        return out
+    if drafts.logits is None:
+        raise ValueError("drafts.logits: needed for rows with temperature > 0, got None")
+    part = accept_sampled_ref(
+        target_logits, cu_seqlens_q, drafts, params, positions, rows=sampled
+    )
+    out.token_ids[sampled] = part.token_ids
+    out.num_committed[sampled] = part.num_committed
+    return out
+
+
+def accept_greedy_ref(
+    target_ids: torch.Tensor, cu_seqlens_q: torch.Tensor, draft_ids: torch.Tensor
+) -> Acceptance:
+    """Keep drafts while they are the target's own choice.
+
+    Args:
+        target_ids: [T] int64, argmax of the target's logits.
+        cu_seqlens_q: [R+1] int32.
+        draft_ids: [R, G] int64.
+    """
+    begin, lens = cu_seqlens_q[:-1].long(), cu_seqlens_q.diff().long()
+    column = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
+    at = begin[:, None] + torch.minimum(column, lens[:, None] - 1)
+    wanted = target_ids[at]  # [R, G+1]; past a request's rows: its last, never read
+    ok = (wanted[:, :-1] == draft_ids) & (column[:-1] < lens[:, None] - 1)
+    num_committed = ok.long().cumprod(dim=1).sum(dim=1) + 1
+    return Acceptance(
+        torch.where(column < num_committed[:, None], wanted, -1),
+        num_committed,
+    )
+
+
+def accept_sampled_ref(
+    target_logits: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    drafts: Drafts,
+    params: SamplingRows,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+) -> Acceptance:
+    """Rejection sampling of the requests `rows` [R'] int64, all with temperature > 0."""
+    assert drafts.logits is not None
+    params, positions = params.select(rows), positions[rows]
+    begin, lens = cu_seqlens_q[rows].long(), cu_seqlens_q.diff().long()[rows]
+    gamma = drafts.token_ids.shape[1]
+    column = torch.arange(gamma + 1, device=rows.device)
+    at = begin[:, None] + torch.minimum(column, lens[:, None] - 1)
+    flat = torch.arange(len(rows), device=rows.device).repeat_interleave(gamma + 1)
+    probs = target_probs(target_logits[at.flatten()], params.select(flat))
+    probs = probs.view(len(rows), gamma + 1, -1)
+    draft_probs = (drafts.logits[rows] / params.temperature[:, None, None]).softmax(dim=-1)
+    uniforms = uniform(
+        params.noise_key[:, None].expand(-1, gamma),
+        positions[:, None] + 1 + column[:-1],
+        ACCEPT,
+    )
+    draft_ids = drafts.token_ids[rows]
+    accepted = count_accepted(draft_ids, draft_probs, probs, lens, uniforms)
+    weights = bonus_weights(draft_probs, probs, lens, accepted)
+    bonus = draw(weights, params.noise_key, positions + 1 + accepted, BONUS)
+    token_ids = torch.nn.functional.pad(draft_ids, (0, 1))
+    token_ids = torch.where(column < accepted[:, None], token_ids, -1)
+    return Acceptance(token_ids.scatter_(1, accepted[:, None], bonus[:, None]), accepted + 1)
+
+
+def count_accepted(
+    draft_ids: torch.Tensor,
+    draft_probs: torch.Tensor,
+    probs: torch.Tensor,
+    verify_lens: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """Drafts before the first rejection.
+
+    Args:
+        draft_ids: [R, G] int64.
+        draft_probs: [R, G, V] float32, the distributions the drafts were drawn from.
+        probs: [R, G+1, V] float32, the target's.
+        verify_lens: [R] int64 in [1, G+1], anchor included.
+        uniforms: [R, G] float32 in (0, 1).
+
+    Returns:
+        [R] int64 in [0, verify_lens - 1].
+    """
+    gamma = draft_ids.shape[1]
+    p_draft = draft_probs.gather(2, draft_ids[..., None])[..., 0]
+    p_target = probs[:, :gamma].gather(2, draft_ids[..., None])[..., 0]
+    checked = torch.arange(gamma, device=draft_ids.device) < verify_lens[:, None] - 1
+    # multiply, never divide: a draft of probability 0 cannot have been drawn
+    ok = (uniforms * p_draft < p_target) & checked
+    return ok.long().cumprod(dim=1).sum(dim=1)
+
+
+def bonus_weights(
+    draft_probs: torch.Tensor,
+    probs: torch.Tensor,
+    verify_lens: torch.Tensor,
+    num_accepted: torch.Tensor,
+) -> torch.Tensor:
+    """Unnormalised distribution of the bonus token.
+
+    Args:
+        draft_probs: [R, G, V] float32.
+        probs: [R, G+1, V] float32.
+        verify_lens: [R] int64.
+        num_accepted: [R] int64.
+
+    Returns:
+        [R, V] float32 >= 0, not all 0 in a row.
+    """
+    at = num_accepted[:, None, None].expand(-1, 1, probs.shape[-1])
+    target_at = probs.gather(1, at)[:, 0]
+    draft_at = torch.nn.functional.pad(draft_probs, (0, 0, 0, 1)).gather(1, at)[:, 0]
+    residual = (target_at - draft_at).clamp(min=0.0)
+    # a rejection means target < draft somewhere, so > somewhere else; rounding may hide it
+    use = (num_accepted < verify_lens - 1) & (residual.sum(dim=-1) > 0)
+    return torch.where(use[:, None], residual, target_at)

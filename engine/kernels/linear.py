@@ -1,0 +1,56 @@
+"""A weight matrix laid out for its device: y = x W^T + b.
+
+x [T, in], W [out, in], y [T, out]; reads W once: out*in*itemsize bytes a call.
+
+On a CPU, float32 weights are re-ordered once into oneDNN's blocked layout. A product with few rows
+then runs at memory speed (SmolLM2-135M on two cores: 8 rows 26 ms instead of 79, 1 row 23 instead
+of 47), and gives every row the same bits whatever else is in the batch.
+"""
+
+import torch
+import torch.nn.functional as F
+
+_PACK_ROWS = 64
+"""Row count the blocked layout is chosen for; the layout is the same for all row counts we use."""
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Is there a blocked layout for this matrix here?"""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+class Linear:
+    """An immutable matrix and bias, applied to rows."""
+
+    __slots__ = ("bias", "in_features", "out_features", "packed", "weight")
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool = True
+    ) -> None:
+        """Take over `weight` [out, in] and `bias` [out].
+
+        Args:
+            weight: The matrix. Callers that also index its rows keep their own reference.
+            bias: Added to each row, or None.
+            pack: False keeps the plain layout (for matrices read a row at a time).
+        """
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.packed = pack and can_pack(weight)
+        self.weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self.packed else weight
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to `x` [T, in]; returns [T, out] in x's dtype."""
+        if self.packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self.weight, self.bias, "none", [], ""
+            )
+            return y
+        return F.linear(x, self.weight, self.bias)

@@ -1,0 +1,198 @@
+"""The DSpark draft network: context from the target's taps, one parallel block, a Markov chain."""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.kernels.linear import Linear
+from engine.kernels.markov import Chain, MarkovWeights, markov_chain
+from engine.kernels.norms import rms_norm
+from engine.kernels.paged_attention import AttentionBatch
+from engine.kernels.rope import rope
+from engine.kernels.sampling import SamplingRows
+from engine.kv.cache import PagedKV
+from engine.models.config import DraftSpec
+from engine.models.decoder import Decoder
+from engine.models.layers import DecoderLayer, Placement, StepContext, Weights, make_rope_table
+
+
+class Drafter:
+    """Drafts G tokens a request from [anchor, mask, mask, ...]."""
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        weights: Weights,
+        has: Callable[[str], bool],
+        target: Decoder,
+        at: Placement,
+        num_positions: int,
+    ) -> None:
+        """Read the weights.
+
+        Args:
+            spec: The checkpoint's shape.
+            weights: Tensors by DeepSpec names.
+            has: Is there a tensor of this name?
+            target: Lends its embedding and lm_head where the checkpoint has none.
+            at: Dtype and device.
+            num_positions: Positions that can be asked for: context plus the draft block.
+        """
+        self.spec = spec
+        layers, h = spec.layers, spec.layers.hidden_size
+
+        def take(name: str, *shape: int) -> torch.Tensor:
+            return weights.take(name, shape, dtype=at.dtype, device=at.device)
+
+        self.fc = Linear(take("fc.weight", h, len(spec.taps) * spec.target_hidden_size))
+        self.hidden_norm = take("hidden_norm.weight", h)
+        self.layers = [
+            DecoderLayer(layers, weights, f"layers.{i}.", at) for i in range(layers.num_layers)
+        ]
+        self.norm = take("norm.weight", h)
+        self.embedding = (
+            take("embed_tokens.weight", spec.vocab_size, h)
+            if has("embed_tokens.weight")
+            else target.embedding
+        )
+        if has("embed_tokens.weight") and torch.equal(self.embedding, target.embedding):
+            self.embedding = target.embedding  # a frozen copy: hold it once
+        # rows of a draft vocabulary padded beyond the target's have nothing to say
+        self.num_logits = min(spec.draft_vocab_size, spec.vocab_size)
+        self.lm_head = target.lm_head
+        if has("lm_head.weight"):
+            self.lm_head = self._own_lm_head(take("lm_head.weight", spec.draft_vocab_size, h), target)
+        self.markov = self._take_markov(take)
+        width = h + (spec.markov_rank if spec.confidence_with_markov else 0)
+        self.confidence_weight = self.confidence_bias = None
+        if spec.has_confidence:
+            self.confidence_weight = take("confidence_head.proj.weight", 1, width).float()
+            self.confidence_bias = take("confidence_head.proj.bias", 1).float()
+        self.draft_to_target = None
+        if self.num_logits < spec.vocab_size:
+            offsets = weights.take(
+                "d2t", (spec.draft_vocab_size,), dtype=torch.int64, device=at.device
+            )
+            self.draft_to_target = offsets + torch.arange(len(offsets), device=at.device)
+        self.context_kv = [self._take_context(take, i) for i in range(layers.num_layers)]
+        self.rope = make_rope_table(layers, num_positions, at.device)
+
+    def _own_lm_head(self, weight: torch.Tensor, target: Decoder) -> Linear:
+        """The checkpoint's head, or the target's where they are the same matrix."""
+        theirs = target.embedding if target.spec.tie_embeddings else target.lm_head.weight
+        comparable = target.spec.tie_embeddings or not target.lm_head.packed
+        if comparable and torch.equal(weight, theirs):
+            return target.lm_head
+        return Linear(weight[: self.num_logits])
+
+    def _take_context(self, take: Callable[..., torch.Tensor], layer: int) -> Linear:
+        """K and V rows of one layer in one product: context takes this path, not the whole layer."""
+        spec, prefix = self.spec.layers, f"layers.{layer}.self_attn."
+        rows = spec.num_kv_heads * spec.head_dim
+        weight = [take(f"{prefix}{n}_proj.weight", rows, spec.hidden_size) for n in "kv"]
+        bias = [take(f"{prefix}{n}_proj.bias", rows) for n in "kv" if spec.qkv_bias]
+        return Linear(torch.cat(weight), torch.cat(bias) if bias else None)
+
+    def _take_markov(self, take: Callable[..., torch.Tensor]) -> MarkovWeights:
+        spec, h, r = self.spec, self.spec.layers.hidden_size, self.spec.markov_rank
+        if spec.markov == "none":
+            return MarkovWeights("none", None, None, None)
+        inner = None
+        if spec.markov == "gated":
+            gate = "markov_head.gate_proj."
+            inner = Linear(take(gate + "weight", r, h + r), take(gate + "bias", r))
+        elif spec.markov == "rnn":
+            joint = "markov_head.joint_proj."
+            inner = Linear(take(joint + "weight", 3 * r, 2 * r + h), take(joint + "bias", 3 * r))
+        return MarkovWeights(
+            spec.markov,
+            take("markov_head.markov_w1.weight", spec.vocab_size, r),
+            Linear(take("markov_head.markov_w2.weight", spec.draft_vocab_size, r)[: self.num_logits]),
+            inner,
+        )
+
+    def store_context(
+        self, taps: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: PagedKV
+    ) -> None:
+        """Turn committed tokens into draft context.
+
+        Args:
+            taps: [T, A * target hidden], the target's h[j] of these tokens.
+            positions: [T] int64, the tokens' own positions.
+            slots: [T] int64; negative for rejected or padding tokens.
+            kv: The draft's cache.
+        """
+        spec = self.spec.layers
+        context = rms_norm(self.fc(taps), self.hidden_norm, spec.norm_eps)
+        cos_sin = self.rope[positions]
+        for i, (layer, project) in enumerate(zip(self.layers, self.context_kv, strict=True)):
+            k, v = project(context).view(len(positions), 2, -1, spec.head_dim).unbind(dim=1)
+            if layer.attention.k_norm is not None:
+                k = rms_norm(k, layer.attention.k_norm, spec.norm_eps)
+            kv.store(i, rope(k, cos_sin), v, slots)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attention: AttentionBatch,
+        kv: PagedKV,
+    ) -> torch.Tensor:
+        """Run the draft blocks.
+
+        Args:
+            token_ids: [T] int64: per request its anchor, then mask tokens.
+            positions: [T] int64.
+            slots: [T] int64; the block's K and V lie where later context overwrites them.
+            attention: Requests; each sees its context and its own block.
+            kv: The draft's cache.
+
+        Returns:
+            Final-normed hidden states [T, H].
+        """
+        ctx = StepContext(self.rope[positions], slots, attention, kv)
+        x = self.embedding[token_ids]
+        for i, layer in enumerate(self.layers):
+            x = layer(x, ctx, i, causal=self.spec.causal[i], window=self.spec.windows[i])
+        return rms_norm(x, self.norm, self.spec.layers.norm_eps)
+
+    def chain(
+        self,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        params: SamplingRows,
+        positions: torch.Tensor,
+        *,
+        sampled: bool,
+    ) -> Chain:
+        """Base logits and the Markov chain.
+
+        Args:
+            hidden: [R, G, H], rows that predict.
+            anchors: [R] int64.
+            params: R rows.
+            positions: [R] int64, the anchors' positions.
+            sampled: Is any temperature > 0?
+        """
+        base = self.lm_head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        return markov_chain(
+            base,
+            hidden,
+            anchors,
+            self.markov,
+            self.draft_to_target,
+            params,
+            positions,
+            sampled=sampled,
+        )
+
+    def confidence(self, hidden: torch.Tensor, chain: Chain) -> torch.Tensor | None:
+        """Logits [R, G] float32 of P(draft k accepted | drafts before k accepted); None: no head."""
+        if self.confidence_weight is None or self.confidence_bias is None:
+            return None
+        features = hidden.float()
+        if self.spec.confidence_with_markov:
+            assert chain.prev_embeds is not None
+            features = torch.cat((features, chain.prev_embeds.float()), dim=-1)
+        return (features @ self.confidence_weight[0]) + self.confidence_bias

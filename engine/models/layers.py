@@ -1,0 +1,134 @@
+"""Decoder layers that target and draft share: attention, gated MLP, pre-norm residuals."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.kernels.activation import silu_mul
+from engine.kernels.linear import Linear
+from engine.kernels.norms import rms_norm
+from engine.kernels.paged_attention import AttentionBatch, paged_attention
+from engine.kernels.rope import inverse_frequencies, rope, rope_table
+from engine.kv.cache import PagedKV
+from engine.models.config import LayersSpec
+
+
+class Weights(Protocol):
+    """Where tensors come from; engine.models.loader.Checkpoint is one."""
+
+    def take(
+        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Read one tensor, checked against `shape`, and remember that it was used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Dtype and device of a network."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What every layer of one forward needs. T tokens."""
+
+    cos_sin: torch.Tensor  # [T, 2, D/2] float32
+    slots: torch.Tensor  # [T] int64
+    attention: AttentionBatch
+    kv: PagedKV
+
+
+def make_rope_table(spec: LayersSpec, num_positions: int, device: torch.device) -> torch.Tensor:
+    """[num_positions, 2, D/2] float32."""
+    r = spec.rope
+    inv = inverse_frequencies(
+        spec.head_dim,
+        r.theta,
+        kind=r.kind,
+        factor=r.factor,
+        low_freq_factor=r.low_freq_factor,
+        high_freq_factor=r.high_freq_factor,
+        original_max_position=r.original_max_position,
+    )
+    return rope_table(inv, num_positions).to(device)
+
+
+class Attention:
+    """Grouped-query attention with q, k and v in one product."""
+
+    def __init__(self, spec: LayersSpec, weights: Weights, prefix: str, at: Placement) -> None:
+        """Read `{q,k,v,o}_proj` and the norms under `prefix`."""
+        self.spec = spec
+        d, h = spec.head_dim, spec.hidden_size
+        rows = {"q": spec.num_heads * d, "k": spec.num_kv_heads * d, "v": spec.num_kv_heads * d}
+
+        def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return weights.take(prefix + name, shape, dtype=at.dtype, device=at.device)
+
+        parts = [take(f"{n}_proj.weight", (size, h)) for n, size in rows.items()]
+        biases = [take(f"{n}_proj.bias", (size,)) for n, size in rows.items() if spec.qkv_bias]
+        self.qkv = Linear(torch.cat(parts), torch.cat(biases) if biases else None)
+        o_bias = take("o_proj.bias", (h,)) if spec.o_bias else None
+        self.o = Linear(take("o_proj.weight", (h, rows["q"])), o_bias)
+        self.q_norm = take("q_norm.weight", (d,)) if spec.qk_norm else None
+        self.k_norm = take("k_norm.weight", (d,)) if spec.qk_norm else None
+
+    def __call__(
+        self, x: torch.Tensor, ctx: StepContext, layer: int, *, causal: bool = True, window: int = 0
+    ) -> torch.Tensor:
+        """[T, H] normed input to [T, H]; stores this layer's K and V first."""
+        spec = self.spec
+        qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
+        q_k, v = qkv.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = q_k.split((spec.num_heads, spec.num_kv_heads), dim=1)
+            q = rms_norm(q, self.q_norm, spec.norm_eps)
+            q_k = torch.cat((q, rms_norm(k, self.k_norm, spec.norm_eps)), dim=1)
+        q, k = rope(q_k, ctx.cos_sin).split((spec.num_heads, spec.num_kv_heads), dim=1)
+        ctx.kv.store(layer, k, v, ctx.slots)
+        out = paged_attention(
+            q,
+            ctx.kv.k[layer],
+            ctx.kv.v[layer],
+            ctx.attention,
+            scale=spec.head_dim**-0.5,
+            causal=causal,
+            window=window,
+        )
+        return self.o(out.flatten(1))
+
+
+class DecoderLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, spec: LayersSpec, weights: Weights, prefix: str, at: Placement) -> None:
+        h, i = spec.hidden_size, spec.intermediate_size
+
+        def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return weights.take(prefix + name, shape, dtype=at.dtype, device=at.device)
+
+        def bias(name: str, size: int) -> torch.Tensor | None:
+            return take(name, (size,)) if spec.mlp_bias else None
+
+        self.eps = spec.norm_eps
+        self.attention = Attention(spec, weights, prefix + "self_attn.", at)
+        self.input_norm = take("input_layernorm.weight", (h,))
+        self.post_norm = take("post_attention_layernorm.weight", (h,))
+        gate_up = [take(f"mlp.{n}_proj.weight", (i, h)) for n in ("gate", "up")]
+        gate_up_bias = [b for n in ("gate", "up") if (b := bias(f"mlp.{n}_proj.bias", i)) is not None]
+        self.gate_up = Linear(
+            torch.cat(gate_up), torch.cat(gate_up_bias) if gate_up_bias else None
+        )
+        self.down = Linear(take("mlp.down_proj.weight", (h, i)), bias("mlp.down_proj.bias", h))
+
+    def __call__(
+        self, x: torch.Tensor, ctx: StepContext, layer: int, *, causal: bool = True, window: int = 0
+    ) -> torch.Tensor:
+        """[T, H] residual stream to [T, H]."""
+        normed = rms_norm(x, self.input_norm, self.eps)
+        x = x + self.attention(normed, ctx, layer, causal=causal, window=window)
+        normed = rms_norm(x, self.post_norm, self.eps)
+        return x + self.down(silu_mul(self.gate_up(normed)))

@@ -1,0 +1,115 @@
+"""A request on its way: tokens so far, where its KV is, and when it ends."""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.kv.blocks import ROOT, chain_digest
+from engine.request import FinishReason, Request, Round
+
+
+class Match(Protocol):
+    """A stop string found."""
+
+    stop: str
+    text_end: int
+
+
+class Matcher(Protocol):
+    """Looks for stop strings; engine.text.StopMatcher is one."""
+
+    def push(self, token_id: int) -> Match | None:
+        """Take the next output token; return the match it completes."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a sequence ended."""
+
+    reason: FinishReason
+    stop_reason: str | int | None
+    text_end: int | None
+    """Characters of the decoded output to keep; None = all."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Mutable state of one request.
+
+    `num_computed` tokens have KV in target and draft caches. It decodes when all but the last
+    token, the anchor, are computed; a sequence without output still computes its whole prompt.
+    """
+
+    request: Request
+    matcher: Matcher | None = None
+    token_ids: list[int] = field(init=False)
+    num_computed: int = 0
+    row: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_published: int = 0
+    """Leading blocks offered to the prefix cache."""
+
+    digests: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    rounds: list[Round] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Start from the prompt."""
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def prefill_end(self) -> int:
+        """Tokens to compute before decoding: the prompt, or all but the anchor after preemption."""
+        return self.num_prompt if self.num_output == 0 else len(self.token_ids) - 1
+
+    @property
+    def decoding(self) -> bool:
+        """Has it an anchor, and KV for everything before it?"""
+        return self.num_output > 0 and self.num_computed == len(self.token_ids) - 1
+
+    def room(self, max_model_len: int) -> int:
+        """Tokens it may still add; >= 1 while it runs."""
+        return min(
+            self.request.params.max_tokens - self.num_output, max_model_len - len(self.token_ids)
+        )
+
+    def full_digests(self, num_tokens: int, kv_block_size: int) -> list[bytes]:
+        """Digests of the blocks that the first `num_tokens` tokens fill."""
+        while len(self.digests) < num_tokens // kv_block_size:
+            begin = len(self.digests) * kv_block_size
+            parent = self.digests[-1] if self.digests else ROOT
+            self.digests.append(chain_digest(parent, self.token_ids[begin : begin + kv_block_size]))
+        return self.digests[: num_tokens // kv_block_size]
+
+    def commit(
+        self, tokens: Tokens[int], eos_token_ids: frozenset[int], max_model_len: int
+    ) -> tuple[int, End | None]:
+        """Append tokens up to the first event that ends the sequence.
+
+        The earliest token wins; at one token: stop string > EOS or stop token > max_tokens > context.
+
+        Returns:
+            How many tokens were kept, and the end, if one came.
+        """
+        params = self.request.params
+        for kept, token in enumerate(tokens, start=1):
+            self.token_ids.append(token)
+            match = self.matcher.push(token) if self.matcher is not None else None
+            if match is not None:
+                return kept, End(FinishReason.STOP, match.stop, match.text_end)
+            is_eos = token in eos_token_ids and not params.ignore_eos
+            if is_eos or token in params.stop_token_ids:
+                return kept, End(FinishReason.STOP, token, None)
+            if self.room(max_model_len) <= 0:
+                return kept, End(FinishReason.LENGTH, None, None)
+        return len(tokens), None
