@@ -188,14 +188,16 @@ class StopMatch:
 class StopMatcher:
     """Finds the first stop string in a growing output.
 
-    After every token the whole output so far counts, as `decode` gives it, except undecoded bytes at its end: they may
-    still become a character. The match is the one that is complete first in the text, as if it had come character by
-    character; of those ending together, the longest. So it does not depend on how the text was cut into tokens.
+    After every token the whole output so far counts, as `decode` gives it, except undecoded bytes
+    at its end: they may still become a character. The match is the one that is complete first in
+    the text, as if it had come character by character; of those ending together, the longest. So it
+    does not depend on how the text was cut into tokens.
 
-    The cost of a token does not grow with the output. Only a window of recent tokens is decoded, and of the text before
-    it only as much is kept as a stop string could reach back. Since decoders look at their neighbours (a first token
-    loses its space, bytes join to characters), the window moves on only where that can be shown to leave the later text
-    as it was. A stop string that itself contains U+FFFD may be missed: the text it is part of can still change.
+    The cost of a token does not grow with the output. Only a window of recent tokens is decoded,
+    and of the text before it only as much is kept as a stop string could reach back. Since decoders
+    look at their neighbours (a first token loses its space, bytes join to characters), the window
+    moves on only where that can be shown to leave the later text as it was. A stop string that
+    itself contains U+FFFD may be missed: the text it is part of can still change.
 
     Args:
         tokenizer: Decodes the output.

@@ -1,7 +1,7 @@
 """Reads config.json strictly: right types, named errors, and no key dropped by accident.
 
-A key that changes what the network computes and is not understood here is an error. Keys in `INERT_KEYS` describe training,
-bookkeeping or generation defaults and never change a forward pass.
+A key that changes what the network computes and is not understood here is an error. Keys in
+`INERT_KEYS` describe training, bookkeeping or generation defaults and never change a forward pass.
 """
 
 import json
@@ -11,25 +11,31 @@ from typing import Any
 
 from engine.errors import CheckpointError
 
-INERT_KEYS = frozenset(
-    # Bookkeeping that libraries write about themselves.
-    "transformers_version torch_dtype dtype auto_map tokenizer_class name_or_path "
-    "transformers.js_config unsloth_version unsloth_fixed is_llama_config model_name torchscript "
-    "base_model_name_or_path "
-    # Training only.
-    "initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout "
-    "use_cache gradient_checkpointing chunk_size_feed_forward problem_type task_specific_params "
-    "finetuning_task id2label label2id num_labels tf_legacy_loss use_bfloat16 pretraining_tp "
-    "output_attentions output_hidden_states output_scores return_dict return_dict_in_generate "
-    # Special token ids; the ones that matter are read by name.
-    "pad_token_id unk_token_id sep_token_id bos_token_id eos_token_id decoder_start_token_id "
-    "forced_bos_token_id forced_eos_token_id prefix is_decoder tie_encoder_decoder cross_attention_hidden_size "
-    # Generation defaults that transformers 4.x kept in config.json; sampling is the caller's.
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
-    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values "
-    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
-)
+# Bookkeeping that libraries write about themselves.
+_BOOKKEEPING = """
+    transformers_version torch_dtype dtype auto_map tokenizer_class name_or_path transformers.js_config
+    unsloth_version unsloth_fixed is_llama_config model_name torchscript base_model_name_or_path
+"""
+_TRAINING = """
+    initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout use_cache
+    gradient_checkpointing chunk_size_feed_forward problem_type task_specific_params finetuning_task
+    id2label label2id num_labels tf_legacy_loss use_bfloat16 pretraining_tp output_attentions
+    output_hidden_states output_scores return_dict return_dict_in_generate is_decoder
+    tie_encoder_decoder cross_attention_hidden_size
+"""
+# The token ids that matter are read by name.
+_TOKENS = """
+    pad_token_id unk_token_id sep_token_id bos_token_id eos_token_id decoder_start_token_id
+    forced_bos_token_id forced_eos_token_id prefix
+"""
+# Generation defaults that transformers 4.x kept in config.json; sampling is the caller's.
+_GENERATION = """
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
+INERT_KEYS = frozenset(" ".join((_BOOKKEEPING, _TRAINING, _TOKENS, _GENERATION)).split())
 
 _MISSING = object()
 
@@ -159,7 +165,7 @@ class ConfigFields:
             shown = ", ".join(f"{key}={_short(self._values[key])}" for key in unknown)
             raise CheckpointError(
                 f"{self.where}: unknown keys that may change the computation: {shown}",
-                "use a checkpoint of a supported architecture, or remove the keys if they are inert",
+                "use a checkpoint of a supported architecture; remove keys known to be inert",
             )
 
     def _required(self, key: str, default: Any) -> Any:

@@ -1,6 +1,7 @@
 """What target and draft configs have in common: the decoder layers, rope and the dtype.
 
-Both spellings are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4.x) and `rope_parameters` + `dtype` (5.x).
+Both spellings are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4.x) and
+`rope_parameters` + `dtype` (5.x).
 """
 
 from pathlib import Path
@@ -173,7 +174,7 @@ def _rope_from_dict(fields: ConfigFields, key: str, value: Any, theta: float) ->
     if spec.high_freq_factor <= spec.low_freq_factor:
         raise rope.error(
             "high_freq_factor",
-            f"must be above low_freq_factor, got {spec.high_freq_factor} and {spec.low_freq_factor}",
+            f"must be above low_freq_factor {spec.low_freq_factor}, got {spec.high_freq_factor}",
         )
     rope.finish()
     return spec

@@ -2,10 +2,12 @@
 
 They differ in what a config key means, never in the tensors' names:
 
-* DeepSpec: a flat copy of the target's config. `target_layer_ids` k is the output of layer k, so h[k + 1]; -1 is the
-  embeddings, h[0]. A missing `sample_from_anchor` means true. All layers see the full context.
-* speculators: the decoder's config is nested in `transformer_layer_config`, and may leave out its class's defaults.
-  `aux_hidden_state_layer_ids` j is h[j] as it is. A missing `sample_from_anchor` means false. Layers may slide.
+* DeepSpec: a flat copy of the target's config. `target_layer_ids` k is the output of layer k, so
+  h[k + 1]; -1 is the embeddings, h[0]. A missing `sample_from_anchor` means true. All layers see
+  the full context.
+* speculators: the decoder's config is nested in `transformer_layer_config`, and may leave out its
+  class's defaults. `aux_hidden_state_layer_ids` j is h[j] as it is. A missing `sample_from_anchor`
+  means false. Layers may slide.
 """
 
 from pathlib import Path

@@ -24,8 +24,8 @@ _UNWANTED = ["*/*"]
 def locate(name: str, role: Role) -> Path:
     """Find a checkpoint, downloading it if it is a Hub id.
 
-    `demo` (and for drafts `demo-rnn`) is the pair shipped with the package, also where a folder of that name exists: write
-    `./demo` for the folder.
+    `demo` (and for drafts `demo-rnn`) is the pair shipped with the package, also where a folder of
+    that name exists: write `./demo` for the folder.
 
     Args:
         name: What the user gave.

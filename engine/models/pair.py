@@ -1,4 +1,4 @@
-"""Do a target and a draft belong together? Everything a wrong pair would show only as bad acceptance."""
+"""Do a target and a draft belong together? A wrong pair would show only as bad acceptance."""
 
 from engine.errors import CheckpointError, ConfigError
 from engine.models.config import DraftSpec, TargetSpec
@@ -62,8 +62,8 @@ def check_tokenizer(target: TargetSpec, tokenizer: Tokenizer) -> None:
     """
     if tokenizer.vocab_size > target.vocab_size:
         raise CheckpointError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary ends at "
-            f"{target.vocab_size - 1}",
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, "
+            f"the target's vocabulary ends at {target.vocab_size - 1}",
             "use the tokenizer of the same checkpoint",
         )
 
@@ -83,7 +83,7 @@ def resolve_num_speculative_tokens(spec: DraftSpec, requested: int | None) -> in
         return trained
     if not 1 <= requested <= trained:
         raise ConfigError(
-            f"--num-speculative-tokens must be in [1, {trained}], which this draft was trained for, "
+            f"--num-speculative-tokens must be in [1, {trained}], what this draft was trained for, "
             f"got {requested}",
             hint=f"give at most {trained}, or leave it out",
         )

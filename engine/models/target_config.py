@@ -54,7 +54,7 @@ def parse_target(folder: Path) -> TargetSpec:
     return spec
 
 
-# Keys that the architecture's own code never reads: Qwen2 always has q, k, v biases, Qwen MLPs none.
+# Keys the architecture's own code never reads: Qwen2 always has q, k, v biases, Qwen MLPs none.
 _IGNORED = {
     "LlamaForCausalLM": ("use_sliding_window", "max_window_layers"),
     "Qwen2ForCausalLM": ("attention_bias", "mlp_bias"),
