@@ -1,7 +1,8 @@
 """The loop. Read this file first: `step` is one turn of admit, prefill, draft, verify, commit."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence as Items
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 
 import torch
 

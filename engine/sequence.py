@@ -2,24 +2,10 @@
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.kv.blocks import ROOT, chain_digest
 from engine.request import FinishReason, Request, Round
-
-
-class Match(Protocol):
-    """A stop string found."""
-
-    stop: str
-    text_end: int
-
-
-class Matcher(Protocol):
-    """Looks for stop strings; engine.text.StopMatcher is one."""
-
-    def push(self, token_id: int) -> Match | None:
-        """Take the next output token; return the match it completes."""
+from engine.text import StopMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +27,7 @@ class Sequence:
     """
 
     request: Request
-    matcher: Matcher | None = None
+    matcher: StopMatcher | None = None
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     row: int = -1
@@ -96,7 +82,8 @@ class Sequence:
     ) -> tuple[int, End | None]:
         """Append tokens up to the first event that ends the sequence.
 
-        The earliest token wins; at one token: stop string > EOS or stop token > max_tokens > context.
+        The earliest token wins. Of events at one token the first of these counts: stop string,
+        EOS or stop token, max_tokens, context.
 
         Returns:
             How many tokens were kept, and the end, if one came.

@@ -61,9 +61,7 @@ def accept(
         return out
     if drafts.logits is None:
         raise ValueError("drafts.logits: needed for rows with temperature > 0, got None")
-    part = accept_sampled_ref(
-        target_logits, cu_seqlens_q, drafts, params, positions, rows=sampled
-    )
+    part = accept_sampled_ref(target_logits, cu_seqlens_q, drafts, params, positions, rows=sampled)
     out.token_ids[sampled] = part.token_ids
     out.num_committed[sampled] = part.num_committed
     return out

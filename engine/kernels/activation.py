@@ -1,7 +1,6 @@
 """Gated activation of the MLP (Shazeer, 2020): silu(gate) * up, gate and up side by side."""
 
 import torch
-import torch.nn.functional as F
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -19,4 +18,4 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_mul` in torch: the definition a kernel is held to."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return torch.nn.functional.silu(gate) * up

@@ -8,7 +8,6 @@ of 47), and gives every row the same bits whatever else is in the batch.
 """
 
 import torch
-import torch.nn.functional as F
 
 _PACK_ROWS = 64
 """Row count the blocked layout is chosen for; the layout is the same for all row counts we use."""
@@ -53,4 +52,4 @@ class Linear:
                 x, self.weight, self.bias, "none", [], ""
             )
             return y
-        return F.linear(x, self.weight, self.bias)
+        return torch.nn.functional.linear(x, self.weight, self.bias)

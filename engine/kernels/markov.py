@@ -1,10 +1,12 @@
 """The Markov chain of a DSpark draft: left to right over one block's base logits.
 
-    logits_k = base_k + W2 f(W1[prev_k], hidden_k, state_k),   d_k = argmax or a draw,   prev_{k+1} = d_k
+    logits_k = base_k + W2 f(W1[prev_k], hidden_k, state_k)
+    prev_{k+1} = d_k = argmax of logits_k, or a draw
 
     vanilla  f = e
     gated    f = sigmoid(A [hidden; e] + a) * e
-    rnn      [u; c; o] = J [s; e; hidden] + j,  f = tanh(o),  s' = sigmoid(u) s + (1-sigmoid(u)) tanh(c)
+    rnn      [u; c; o] = J [s; e; hidden] + j,  f = tanh(o),
+             s' = sigmoid(u) s + (1 - sigmoid(u)) tanh(c)
 
 with e = W1[prev], prev_0 the anchor, s_0 = 0. Reads W2 once a position. After the DeepSpec heads.
 """
@@ -50,9 +52,9 @@ class MarkovWeights:
             gate = self.inner(torch.cat((hidden, prev_embed), dim=-1)).sigmoid()
             return self.w2(gate * prev_embed), None
         assert state is not None
-        update, candidate, out = self.inner(
-            torch.cat((state, prev_embed, hidden), dim=-1)
-        ).chunk(3, dim=-1)
+        update, candidate, out = self.inner(torch.cat((state, prev_embed, hidden), dim=-1)).chunk(
+            3, dim=-1
+        )
         keep = update.sigmoid()
         return self.w2(out.tanh()), keep * state + (1 - keep) * candidate.tanh()
 
@@ -96,7 +98,9 @@ def markov_chain(
     dims.check("positions", positions, "R", torch.int64)
     prev, state = anchors, None
     if weights.w1 is not None:
-        state = torch.zeros(dims["R"], weights.w1.shape[1], device=hidden.device, dtype=hidden.dtype)
+        state = torch.zeros(
+            dims["R"], weights.w1.shape[1], device=hidden.device, dtype=hidden.dtype
+        )
     ids, kept, embeds = [], [], []
     for k in range(dims["G"]):
         logits = base_logits[:, k]

@@ -1,6 +1,7 @@
 """Counter-based noise: Philox4x32-10 (Salmon et al., 2011).
 
-    word(key, token, position, stream, round) = philox(key, (token // 4, position, stream, round))[token % 4]
+    word(key, token, position, stream, round)
+        = philox(key, (token // 4, position, stream, round))[token % 4]
 
 A draw depends on nothing but its name, so batches, order, restarts and ranks cannot change it.
 Streams are disjoint by construction; a draw is never used for two decisions.

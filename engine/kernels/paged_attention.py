@@ -1,6 +1,6 @@
 """Attention of ragged queries over a paged KV cache, with the masks of a DSpark round.
 
-Request r has n queries, its last n tokens; its KV holds `seq_len` tokens, the queries' own included.
+Request r has n queries, its last n tokens; its KV holds `seq_len` tokens, the queries' included.
 C = seq_len - n tokens come before the first query: the context. Query i sees key j iff
 
     j >= C - window (window > 0 only)   and   (j < C  or  not causal  or  j - C <= i)

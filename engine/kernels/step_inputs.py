@@ -1,6 +1,7 @@
 """Token ids and positions of a step in which every request continues from its anchor.
 
-    request r, j in [0, lens[r]):  id = anchor if j == 0 else following[r, j-1],  position = start + j
+    request r, j in [0, lens[r]):
+        id = anchor if j == 0 else following[r, j-1],  position = start + j
 
 The draft pass follows the anchor with mask tokens, verification with the drafts.
 """

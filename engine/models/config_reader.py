@@ -13,8 +13,9 @@ from engine.errors import CheckpointError
 
 # Bookkeeping that libraries write about themselves.
 _BOOKKEEPING = """
-    transformers_version torch_dtype dtype auto_map tokenizer_class name_or_path transformers.js_config
-    unsloth_version unsloth_fixed is_llama_config model_name torchscript base_model_name_or_path
+    transformers_version torch_dtype dtype auto_map tokenizer_class name_or_path model_name
+    transformers.js_config unsloth_version unsloth_fixed is_llama_config torchscript
+    base_model_name_or_path
 """
 _TRAINING = """
     initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout use_cache

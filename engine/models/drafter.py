@@ -61,7 +61,9 @@ class Drafter:
         self.num_logits = min(spec.draft_vocab_size, spec.vocab_size)
         self.lm_head = target.lm_head
         if has("lm_head.weight"):
-            self.lm_head = self._own_lm_head(take("lm_head.weight", spec.draft_vocab_size, h), target)
+            self.lm_head = self._own_lm_head(
+                take("lm_head.weight", spec.draft_vocab_size, h), target
+            )
         self.markov = self._take_markov(take)
         width = h + (spec.markov_rank if spec.confidence_with_markov else 0)
         self.confidence_weight = self.confidence_bias = None
@@ -86,7 +88,7 @@ class Drafter:
         return Linear(weight[: self.num_logits])
 
     def _take_context(self, take: Callable[..., torch.Tensor], layer: int) -> Linear:
-        """K and V rows of one layer in one product: context takes this path, not the whole layer."""
+        """K and V rows of one layer in one product: context needs no more of it."""
         spec, prefix = self.spec.layers, f"layers.{layer}.self_attn."
         rows = spec.num_kv_heads * spec.head_dim
         weight = [take(f"{prefix}{n}_proj.weight", rows, spec.hidden_size) for n in "kv"]
@@ -107,7 +109,9 @@ class Drafter:
         return MarkovWeights(
             spec.markov,
             take("markov_head.markov_w1.weight", spec.vocab_size, r),
-            Linear(take("markov_head.markov_w2.weight", spec.draft_vocab_size, r)[: self.num_logits]),
+            Linear(
+                take("markov_head.markov_w2.weight", spec.draft_vocab_size, r)[: self.num_logits]
+            ),
             inner,
         )
 
@@ -188,7 +192,7 @@ class Drafter:
         )
 
     def confidence(self, hidden: torch.Tensor, chain: Chain) -> torch.Tensor | None:
-        """Logits [R, G] float32 of P(draft k accepted | drafts before k accepted); None: no head."""
+        """Logits [R, G] float32 of P(draft k accepted | those before it); None without a head."""
         if self.confidence_weight is None or self.confidence_bias is None:
             return None
         features = hidden.float()

@@ -82,15 +82,16 @@ class Attention:
         """[T, H] normed input to [T, H]; stores this layer's K and V first."""
         spec = self.spec
         qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        q_k, v = qkv.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        heads = spec.num_heads
+        q_k, v = qkv[:, : heads + spec.num_kv_heads], qkv[:, heads + spec.num_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = q_k.split((spec.num_heads, spec.num_kv_heads), dim=1)
-            q = rms_norm(q, self.q_norm, spec.norm_eps)
-            q_k = torch.cat((q, rms_norm(k, self.k_norm, spec.norm_eps)), dim=1)
-        q, k = rope(q_k, ctx.cos_sin).split((spec.num_heads, spec.num_kv_heads), dim=1)
-        ctx.kv.store(layer, k, v, ctx.slots)
+            q = rms_norm(q_k[:, :heads], self.q_norm, spec.norm_eps)
+            k = rms_norm(q_k[:, heads:], self.k_norm, spec.norm_eps)
+            q_k = torch.cat((q, k), dim=1)
+        q_k = rope(q_k, ctx.cos_sin)
+        ctx.kv.store(layer, q_k[:, heads:], v, ctx.slots)
         out = paged_attention(
-            q,
+            q_k[:, :heads],
             ctx.kv.k[layer],
             ctx.kv.v[layer],
             ctx.attention,
@@ -118,10 +119,10 @@ class DecoderLayer:
         self.input_norm = take("input_layernorm.weight", (h,))
         self.post_norm = take("post_attention_layernorm.weight", (h,))
         gate_up = [take(f"mlp.{n}_proj.weight", (i, h)) for n in ("gate", "up")]
-        gate_up_bias = [b for n in ("gate", "up") if (b := bias(f"mlp.{n}_proj.bias", i)) is not None]
-        self.gate_up = Linear(
-            torch.cat(gate_up), torch.cat(gate_up_bias) if gate_up_bias else None
-        )
+        gate_up_bias = [
+            b for n in ("gate", "up") if (b := bias(f"mlp.{n}_proj.bias", i)) is not None
+        ]
+        self.gate_up = Linear(torch.cat(gate_up), torch.cat(gate_up_bias) if gate_up_bias else None)
         self.down = Linear(take("mlp.down_proj.weight", (h, i)), bias("mlp.down_proj.bias", h))
 
     def __call__(

@@ -1,7 +1,8 @@
 """One process's networks and caches: what a prefill and a round compute."""
 
 import time
-from collections.abc import Iterator, Sequence as Items
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,9 +72,7 @@ class ModelRunner:
         """One round without drafts: each sequence gets one token."""
         return self._round(sequences, [1] * len(sequences), None)
 
-    def speculate(
-        self, sequences: Items[Sequence], verify_lens: Items[int]
-    ) -> list[list[int]]:
+    def speculate(self, sequences: Items[Sequence], verify_lens: Items[int]) -> list[list[int]]:
         """One draft-verify-accept round.
 
         Args:
@@ -119,7 +118,8 @@ class ModelRunner:
 
     def _draft(self, sequences: Items[Sequence]) -> Drafts:
         draft, kv = self.net.draft, self.net.draft_kv
-        assert draft is not None and kv is not None
+        assert draft is not None
+        assert kv is not None
         gamma, device = self.net.num_speculative_tokens, self.rows.device
         first = 0 if draft.spec.sample_from_anchor else 1
         num_rows, num_reqs = gamma + first, len(sequences)
@@ -170,9 +170,7 @@ class ModelRunner:
             accepted = accept(logits, inputs.cu_seqlens_q, drafts, params, starts)
             self._store_context(forward, _kept_slots(forward.slots, accepted, lens))
             counts = accepted.num_committed.tolist()
-            return [
-                ids[:n] for ids, n in zip(accepted.token_ids.tolist(), counts, strict=True)
-            ]
+            return [ids[:n] for ids, n in zip(accepted.token_ids.tolist(), counts, strict=True)]
 
     def _no_logits(self, sequences: Items[Sequence]) -> torch.Tensor:
         vocab = self.net.target.spec.vocab_size
@@ -201,9 +199,7 @@ class ModelRunner:
         if draft is not None and kv is not None and forward.taps is not None:
             draft.store_context(forward.taps, forward.positions, slots, kv)
 
-    def _place(
-        self, sequences: Items[Sequence]
-    ) -> tuple[torch.Tensor, torch.Tensor, SamplingRows]:
+    def _place(self, sequences: Items[Sequence]) -> tuple[torch.Tensor, torch.Tensor, SamplingRows]:
         """Anchors [R], their positions [R] and sampling parameters, gathered from the rows."""
         for s in sequences:
             self.rows.set_state(s.row, s.num_computed, s.token_ids[-1])
@@ -231,9 +227,7 @@ class ModelRunner:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
 
-def _kept_slots(
-    slots: torch.Tensor, acceptance: Acceptance, lens: torch.Tensor
-) -> torch.Tensor:
+def _kept_slots(slots: torch.Tensor, acceptance: Acceptance, lens: torch.Tensor) -> torch.Tensor:
     """[T] slots of committed inputs, -1 for rejected drafts: their hidden states mean nothing."""
     offset = torch.arange(len(slots), device=slots.device)
     begin = lens.cumsum(0) - lens

@@ -1,4 +1,4 @@
-"""Persistent device state of running requests. A request keeps its row from admission to the end."""
+"""Device state of running requests: a request keeps its row from admission to the end."""
 
 import torch
 
@@ -7,7 +7,7 @@ from engine.request import SamplingParams
 
 
 class Rows:
-    """N rows. The host writes a row when its request starts or grows; rounds advance it in place."""
+    """N rows; the host writes one when its request starts, grows or comes up for a round."""
 
     def __init__(self, num_rows: int, blocks_per_row: int, device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -67,4 +67,6 @@ def test_packed_product_is_the_product_and_ignores_the_batch(bias: bool) -> None
     assert float((linear(x).double() - exact).abs().max()) <= bound
     if linear.packed:
         for rows in (1, 2, 7, 8):
-            torch.testing.assert_close(linear(x[:rows].contiguous()), linear(x)[:rows], rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                linear(x[:rows].contiguous()), linear(x)[:rows], rtol=0, atol=1e-4
+            )

@@ -28,7 +28,9 @@ def brute_force(
                 if (not window or j >= context - window)
                 and (j < context or not causal or j - context <= i)
             ]
-            weights = [math.exp(scale * float(q[i, h].double() @ k[j, kv_head].double())) for j in seen]
+            weights = [
+                math.exp(scale * float(q[i, h].double() @ k[j, kv_head].double())) for j in seen
+            ]
             for w, j in zip(weights, seen, strict=True):
                 out[i, h] += w / sum(weights) * v[j, kv_head].double()
     return out
@@ -113,4 +115,6 @@ def test_step_inputs_by_hand() -> None:
 
 def test_wrong_shape_names_the_argument() -> None:
     with pytest.raises(ValueError, match=r"slots: expected \[T\]"):
-        kv_store(*torch.zeros(2, 3, 1, 2), *torch.zeros(2, 6, 1, 2), torch.zeros(2, dtype=torch.int64))
+        kv_store(
+            *torch.zeros(2, 3, 1, 2), *torch.zeros(2, 6, 1, 2), torch.zeros(2, dtype=torch.int64)
+        )

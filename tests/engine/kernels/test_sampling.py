@@ -52,7 +52,11 @@ def test_filters(logits: list[float], t: float, top_k: int, top_p: float, min_p:
     want = define(logits, t, top_k, top_p, min_p)
     # a cumulative sum that meets top_p, or a ratio that meets min_p, may round either way
     if not np.array_equal(got.numpy() > 0, want > 0):
-        near = [define(logits, t, top_k, min(top_p + e, 1.0), max(min_p + f, 0.0)) for e in (-1e-5, 1e-5) for f in (-1e-5, 1e-5)]
+        near = [
+            define(logits, t, top_k, min(top_p + e, 1.0), max(min_p + f, 0.0))
+            for e in (-1e-5, 1e-5)
+            for f in (-1e-5, 1e-5)
+        ]
         assert any(np.array_equal(got.numpy() > 0, n > 0) for n in near)
         return
     np.testing.assert_allclose(got.numpy(), want, atol=2e-6)
@@ -67,7 +71,9 @@ def test_mixed_batch_equals_each_row_alone() -> None:
     )
     got = target_probs(logits, together)
     for i, row in enumerate(rows):
-        torch.testing.assert_close(got[i], target_probs(logits[i : i + 1], row)[0], rtol=0, atol=1e-7)
+        torch.testing.assert_close(
+            got[i], target_probs(logits[i : i + 1], row)[0], rtol=0, atol=1e-7
+        )
 
 
 def test_temperature_zero_is_argmax_with_ties_to_the_lowest_id() -> None:
