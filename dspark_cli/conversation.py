@@ -75,7 +75,9 @@ def read_turns(value: object) -> tuple[Message, ...]:
 
 def _list(name: str, value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise RequestError("schema", f"{name} must be a list, got {type_name(value)}", f"fix {name}")
+        raise RequestError(
+            "schema", f"{name} must be a list, got {type_name(value)}", f"fix {name}"
+        )
     if not value:
         raise RequestError("empty", f"{name} is empty", "give at least one entry")
     return value

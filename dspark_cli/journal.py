@@ -32,6 +32,8 @@ class Status(IntEnum):
     STOP = 0
     LENGTH = 1
     FAILED = 2
+    TOO_LONG = 3
+    """Failed because of the context's length, which another run may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class Journal:
         if kind == "header":
             if record["format"] != FORMAT:
                 raise ConfigError(
-                    f"{self.path} has journal format {record['format']}, this dspark reads {FORMAT}",
+                    f"{self.path} has format {record['format']}, this dspark reads {FORMAT}",
                     "use the dspark that wrote it, or add --overwrite to start over",
                 )
             self.header = record["run"]
@@ -257,7 +259,8 @@ class Journal:
             tokens = int(row["usage"]["completion_tokens"])
             max_tokens = int(row["sampling"]["max_tokens"])
         elif kind == "error":
-            status, tokens, max_tokens = Status.FAILED, 0, 0
+            too_long = record["error"]["class"] == "too_long"
+            status, tokens, max_tokens = Status.TOO_LONG if too_long else Status.FAILED, 0, 0
         else:
             raise ValueError(f"unknown record {kind!r}")
         self._at[key] = len(self._offsets)

@@ -1,4 +1,4 @@
-"""Strict JSON, one object a line: what is read is unambiguous, what is written splits on \\n only."""
+"""Strict JSON, one object a line: unambiguous when read, split at \\n only when written."""
 
 import json
 import math
@@ -42,7 +42,9 @@ def loads(line: bytes) -> dict[str, Any]:
         )
     except json.JSONDecodeError as error:
         raise RequestError(
-            "parse", f"not JSON: {error.msg} at character {error.pos + 1} of the line", "fix the line"
+            "parse",
+            f"not JSON: {error.msg} at character {error.pos + 1} of the line",
+            "fix the line",
         ) from None
     except RecursionError:
         raise RequestError("parse", "nested too deeply", "flatten the row") from None

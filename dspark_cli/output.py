@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from dspark_cli.jsonl import dumps
 from dspark_cli.journal import Journal
+from dspark_cli.jsonl import dumps
 from dspark_cli.reader import RawRow
 from dspark_cli.sampling import effective
 from engine.errors import ConfigError, DSparkError
@@ -251,8 +251,10 @@ class _Replacing:
         return self._stream
 
 
-def show(paths: OutputPaths, slots: Slots, journal: Journal, count: int) -> Iterator[dict[str, Any]]:
-    """The first `count` completions."""
+def first_completions(
+    slots: Slots, journal: Journal, count: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The first `count` completions, with their slots."""
     for slot in range(len(slots)):
         if count == 0:
             return
@@ -261,4 +263,4 @@ def show(paths: OutputPaths, slots: Slots, journal: Journal, count: int) -> Iter
         good, line = slots.output(slot, journal, False)
         if good:
             count -= 1
-            yield line
+            yield slot, line

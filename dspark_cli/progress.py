@@ -232,7 +232,7 @@ class LoadProgress:
 
 def make_bar(total: int | None, name: str, unit: str) -> Any:
     """A tqdm bar on stderr."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
     tqdm.monitor_interval = 0  # its own thread: ours refreshes already
     size = unit == "B"

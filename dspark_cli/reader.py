@@ -3,6 +3,7 @@
 Rows stream: a file is never held in memory, and any number of rows may pass.
 """
 
+import glob
 import gzip
 import hashlib
 import json
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 from dspark_cli.jsonl import BOM, loads
 from engine.errors import ConfigError, RequestError
@@ -23,7 +24,7 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _SUFFIXES = (*_LINES, ".parquet")
 _DATASET = re.compile(
-    r"(?:hf:)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%-]+))?"
+    r"(?:hf:)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
 )
 
 
@@ -59,7 +60,10 @@ class RawRow:
 class Source(Protocol):
     """Something that holds rows."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
 
     def rows(self) -> Iterator[tuple[int, bytes | None]]:
         """Line number and JSON text of each row, blank lines left out."""
@@ -81,9 +85,9 @@ class LinesFile:
         """The path."""
         return str(self.path)
 
-    def _open(self) -> IO[bytes]:
+    def _open(self) -> BinaryIO:
         if self.path.name.endswith(".gz"):
-            return gzip.open(self.path, "rb")
+            return cast(BinaryIO, gzip.open(self.path, "rb"))
         return self.path.open("rb")
 
     def rows(self) -> Iterator[tuple[int, bytes | None]]:
@@ -131,9 +135,7 @@ class ParquetFile:
         try:
             import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
         except ImportError:
-            raise ConfigError(
-                f"reading {self.path} needs pyarrow", "pip install pyarrow"
-            ) from None
+            raise ConfigError(f"reading {self.path} needs pyarrow", "pip install pyarrow") from None
         try:
             return pyarrow.parquet.ParquetFile(self.path)
         except (OSError, ValueError) as error:
@@ -215,14 +217,15 @@ def open_sources(text: str) -> list[Source]:
     if path.exists():
         return [_file(path)]
     if any(mark in text for mark in "*?["):
-        anchor = Path(path.anchor) if path.anchor else Path()
-        pattern = str(path.relative_to(path.anchor)) if path.anchor else text
-        files = [p for p in sorted(anchor.glob(pattern)) if p.is_file()]
+        found = sorted(glob.glob(text, recursive=True))  # leaves hidden files out, as shells do
+        files = [p for p in map(Path, found) if p.is_file()]
         if files:
             return [_file(p) for p in files]
-    if _DATASET.fullmatch(text) and not text.endswith(_SUFFIXES):
+    if _looks_like_dataset(text):
         return [HubDataset(text)]
-    raise ConfigError(f"no such input: {text}", "give a file, a folder, a glob, a data set id, or -")
+    raise ConfigError(
+        f"no such input: {text}", "give a file, a folder, a glob, a data set id, or -"
+    )
 
 
 class Rows:
@@ -275,7 +278,7 @@ class Rows:
         self.finished = True
 
 
-def split_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+def split_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
     """Number and text of each line that is not blank; only \\n ends a line.
 
     `str.splitlines` would also split at U+2028 and U+0085, which may stand inside JSON strings.
@@ -291,6 +294,12 @@ def split_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
         stripped = line.removeprefix(BOM).strip(b" \t\r\n")
         if stripped:
             yield number, stripped
+
+
+def _looks_like_dataset(text: str) -> bool:
+    """Shaped like an id, and not like a file that is missing from a folder here."""
+    here = Path(text).parent.is_dir()
+    return not here and not text.endswith(_SUFFIXES) and _DATASET.fullmatch(text) is not None
 
 
 def _file(path: Path) -> Source:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from dspark_cli.conversation import Message, read_messages, read_sharegpt, read_turns
 from dspark_cli.jsonl import type_name
 from dspark_cli.sampling import SAMPLING_FIELDS, take_sampling, take_unsupported
-from engine.errors import RequestError
+from engine.errors import DSparkError, RequestError
 from engine.request import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "messages", "turns", "prompt_token_ids", "conversations")
@@ -64,18 +64,12 @@ class Prompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, tokenizer: TextTokenizer, chat_template: str | None) -> tuple[int, ...]:
-        """Token ids for the engine.
+        """Token ids for the engine, which knows which ids there are.
 
         Raises:
-            RequestError: An id is not in the vocabulary, or the template refuses the conversation.
+            RequestError: The template refuses the conversation.
         """
         if self.token_ids is not None:
-            size = tokenizer.vocab_size
-            bad = next((token for token in self.token_ids if not 0 <= token < size), None)
-            if bad is not None:
-                raise RequestError(
-                    "schema", f"prompt_token_ids must be in [0, {size}), got {bad}", "fix the id"
-                )
             return self.token_ids
         if self.text is not None:
             return tuple(tokenizer.encode(self.text))
@@ -128,6 +122,28 @@ class RowRequest:
     n: int
     data: dict[str, Any]
     """Fields that are data, for the output's `input`; empty without --passthrough."""
+
+
+def encode_prompt(
+    prompt: Prompt, tokenizer: TextTokenizer, chat_template: str | None
+) -> tuple[int, ...]:
+    """Token ids of a prompt, whatever the tokenizer and the template make of it.
+
+    Raises:
+        RequestError: There are none.
+    """
+    try:
+        token_ids = prompt.encode(tokenizer, chat_template)
+    except DSparkError as error:
+        kind = error.kind if isinstance(error, RequestError) else "schema"
+        raise RequestError(kind, str(error), error.hint) from None
+    except Exception as error:  # noqa: BLE001  # a template is a program: it raises what it likes
+        raise RequestError(
+            "schema", f"the prompt cannot be encoded: {error}", "fix the row or the template"
+        ) from None
+    if not token_ids:
+        raise RequestError("empty", "the prompt has no tokens", "give at least one character")
+    return token_ids
 
 
 def read_id(row: Mapping[str, Any]) -> str | int | None:
@@ -270,6 +286,10 @@ def _token_ids(value: object) -> tuple[int, ...]:
         )
     if not value:
         raise RequestError("empty", "prompt_token_ids is empty", "give at least one token id")
+    if min(value) < 0:
+        raise RequestError(
+            "schema", f"prompt_token_ids must be >= 0, got {min(value)}", "fix the field"
+        )
     return tuple(value)
 
 

@@ -1,4 +1,4 @@
-"""Sampling fields of a row, over the command line's; and the fields dspark knows but cannot serve."""
+"""Sampling fields of a row, over the command line's; and fields known but not served."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -95,7 +95,9 @@ def take_unsupported(row: dict[str, Any]) -> None:
             raise RequestError("unsupported", f"{name} is not supported", instead)
 
 
-def take_sampling(row: dict[str, Any], defaults: SamplingParams, n: int) -> tuple[SamplingParams, int]:
+def take_sampling(
+    row: dict[str, Any], defaults: SamplingParams, n: int
+) -> tuple[SamplingParams, int]:
     """Remove the sampling fields of `row` and lay them over the defaults.
 
     Args:
@@ -122,7 +124,7 @@ def take_sampling(row: dict[str, Any], defaults: SamplingParams, n: int) -> tupl
     n = _integer("n", given.pop("n", n))
     if not 1 <= n <= MAX_SAMPLES:
         raise RequestError("schema", f"n must be in [1, {MAX_SAMPLES}], got {n}", "fix n")
-    values = {name: _READ[name](name, value) for name, value in given.items()}
+    values: dict[str, Any] = {name: _READ[name](name, value) for name, value in given.items()}
     return replace(defaults, **values), n
 
 

@@ -233,33 +233,42 @@ class StopMatcher:
         if first_stop(self._before + text[self._skip :], self._stops) is not None:
             # offsets are those of the whole output, which a window cannot know
             match = first_stop(self._tokenizer.decode(self._ids), self._stops)
-        if len(self._window) >= _WINDOW:
+        if len(self._window) % _WINDOW == 0:  # not at every token: it may fail again and again
             self._shorten(text)
         return match
 
     def _shorten(self, text: str) -> None:
         """Drop the older half of the window, where the rest still decodes to the same text."""
-        window = self._window
-        for drop in range(len(window) // 2, 0, -1):
-            rest = window[drop:]
+        for drop in range(len(self._window) // 2, 0, -1):
+            rest = self._window[drop:]
             tail = self._tokenizer.decode(rest)
-            for context in range(1, len(rest)):
-                head = self._tokenizer.decode(rest[:context])
-                if head and not head.endswith(UNDECODED):
-                    break
-            else:
-                continue
+            head = self._settled_head(rest, tail)
             new = tail[len(head) :]
-            if tail.startswith(head) and text.endswith(new):
-                self._move(drop, len(head), text[: len(text) - len(new)])
+            if head and text.endswith(new):
+                self._move(drop, len(head), len(text) - len(new), text)
                 return
-        if len(window) >= _MOST_WINDOW:
-            # Undecodable bytes without end. Whatever they hide is at most a few characters.
-            keep = window[-_WINDOW // 2 :]
-            self._move(len(window) - len(keep), len(self._tokenizer.decode(keep)), text)
+        if len(self._window) >= _MOST_WINDOW:
+            # Undecodable bytes without end: what they hide is at most the last character.
+            drop = len(self._window) - _WINDOW // 2
+            tail = self._tokenizer.decode(self._window[drop:])
+            settled = len(tail.rstrip(UNDECODED))
+            self._move(drop, settled, len(text) - (len(tail) - settled), text)
 
-    def _move(self, drop: int, skip: int, text: str) -> None:
-        self._before = (self._before + text[self._skip :])[-self._reach :]
+    def _settled_head(self, ids: list[int], text: str) -> str:
+        """Text of the first tokens that later ones cannot change; "" when there is none.
+
+        With some text of its own a first token has lost all the spaces it will lose, and a head
+        that ends in a whole character takes no bytes of the next.
+        """
+        for count in range(1, min(len(ids), _MOST_CONTEXT + 1)):
+            head = self._tokenizer.decode(ids[:count])
+            if head and not head.endswith(UNDECODED) and text.startswith(head):
+                return head
+        return ""
+
+    def _move(self, drop: int, skip: int, end: int, text: str) -> None:
+        """Start the window `drop` tokens later; `_before` takes what lies before `end`."""
+        self._before = (self._before + text[self._skip : end])[-self._reach :]
         self._window, self._skip = self._window[drop:], skip
 
 
@@ -268,6 +277,9 @@ _WINDOW = 24
 
 _MOST_WINDOW = 96
 """Tokens in the window before it is cut whatever the decoder says."""
+
+_MOST_CONTEXT = 8
+"""Tokens looked at for a whole character: one has four bytes at most, so four tokens."""
 
 
 def first_stop(text: str, stops: Sequence[str]) -> StopMatch | None:

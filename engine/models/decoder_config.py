@@ -83,24 +83,13 @@ def parse_layers(
             "num_attention_heads",
             f"must be a multiple of num_key_value_heads, got {heads} and {kv_heads}",
         )
-    head_dim = fields.optional_integer("head_dim") or default_head_dim
-    if head_dim is None:
-        if hidden % heads:
-            raise fields.error(
-                "hidden_size",
-                f"must be a multiple of num_attention_heads, got {hidden} and {heads}",
-                "add head_dim to the checkpoint's config.json",
-            )
-        head_dim = hidden // heads
-    if head_dim % 2:
-        raise fields.error("head_dim", f"must be even for rope, got {head_dim}")
     return LayersSpec(
         num_layers=fields.integer("num_hidden_layers"),
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(fields, hidden, heads, default_head_dim),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=parse_rope(fields),
         qkv_bias=qkv_bias,
@@ -108,6 +97,20 @@ def parse_layers(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
     )
+
+
+def _head_dim(fields: ConfigFields, hidden: int, heads: int, default: int | None) -> int:
+    head_dim = fields.optional_integer("head_dim") or default
+    if head_dim is None and hidden % heads:
+        raise fields.error(
+            "hidden_size",
+            f"must be a multiple of num_attention_heads, got {hidden} and {heads}",
+            "add head_dim to the checkpoint's config.json",
+        )
+    head_dim = head_dim or hidden // heads
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even for rope, got {head_dim}")
+    return head_dim
 
 
 _SILU_HINT = "use a checkpoint with gated SiLU layers (Llama, Qwen2, Qwen3)"

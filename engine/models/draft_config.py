@@ -13,7 +13,6 @@ They differ in what a config key means, never in the tensors' names:
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from engine.errors import CheckpointError
 from engine.models.config import DraftSpec, LayersSpec, MarkovKind
 from engine.models.config_reader import ConfigFields, read_json
 from engine.models.decoder_config import (
@@ -160,7 +159,6 @@ def _parse_speculators(folder: Path) -> DraftSpec:
         raise fields.error("aux_hidden_state_layer_ids", f"must not repeat, got {list(ids)}")
     vocab_size = decoder.integer("vocab_size")
     anchor, gamma = _layout(fields)
-    dtype_fields = decoder if "dtype" in decoder or "torch_dtype" in decoder else fields
     spec = _finish_spec(
         fields,
         layers=layers,
@@ -174,7 +172,7 @@ def _parse_speculators(folder: Path) -> DraftSpec:
         windows=windows,
         causal=causal,
         max_position=decoder.integer("max_position_embeddings"),
-        dtype=parse_dtype(fields if "dtype" in fields else dtype_fields, folder),
+        dtype=parse_dtype(fields if _says_dtype(fields) else decoder, folder),
     )
     decoder.finish(also_inert=("tie_word_embeddings", "is_encoder_decoder", "add_cross_attention"))
     fields.finish(
@@ -184,6 +182,10 @@ def _parse_speculators(folder: Path) -> DraftSpec:
         )
     )
     return spec
+
+
+def _says_dtype(fields: ConfigFields) -> bool:
+    return "dtype" in fields or "torch_dtype" in fields
 
 
 def _layer_type_of(fields: ConfigFields, supported: tuple[str, ...]) -> str:
@@ -294,6 +296,3 @@ def _markov(fields: ConfigFields) -> tuple[MarkovKind, int]:
     if rank == 0 or kind == "none":
         return "none", 0
     return cast(MarkovKind, kind), rank
-
-
-__all__ = ["SUPPORTED_DRAFTS", "CheckpointError", "draft_format", "parse_draft"]

@@ -102,7 +102,8 @@ def _download(name: str) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         problem = "is not in the local cache and the Hub cannot be reached"
     except (HfHubHTTPError, OSError, ValueError) as error:
-        problem = f"cannot be downloaded ({str(error).splitlines()[0] if str(error) else error!r})"
+        reason = (str(error) or repr(error)).splitlines()[0]
+        problem = f"cannot be downloaded ({reason})"
     raise CheckpointError(
         f"{name} is not a local folder, and as a Hugging Face Hub id it {problem}", hint
     )

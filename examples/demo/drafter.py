@@ -6,7 +6,7 @@ at the positions before the anchor. Row k predicts the token at anchor position 
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,19 +131,23 @@ def save_drafter(drafter: Drafter, target: Shape, folder: Path) -> None:
         for name, p in drafter.state_dict().items()
     }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def load_drafter(folder: Path) -> Drafter:
     """A float32 drafter from its folder."""
     c = json.loads((folder / "config.json").read_text())
     shape = Shape(
-        **asdict(Shape())
-        | {
-            "vocab": c["vocab_size"],
-            "hidden": c["hidden_size"],
-            "intermediate": c["intermediate_size"],
-            "layers": c["num_hidden_layers"],
-        }
+        vocab=c["vocab_size"],
+        hidden=c["hidden_size"],
+        intermediate=c["intermediate_size"],
+        layers=c["num_hidden_layers"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        eps=c["rms_norm_eps"],
+        theta=c["rope_parameters"]["rope_theta"],
+        positions=c["max_position_embeddings"],
     )
     draft = DraftShape(
         target_layers=c["num_target_layers"],
@@ -154,6 +158,8 @@ def load_drafter(folder: Path) -> Drafter:
         gamma=c["block_size"],
     )
     drafter = Drafter(shape, draft)
-    state = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    state: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state |= {k: v.float() for k, v in load_file(path).items()}
     drafter.load_state_dict(state)
     return drafter.eval()

@@ -22,7 +22,7 @@ class Trace:
     prompt_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)  # kept tokens, bonus included
-    accepted: list[int] = field(default_factory=list)  # drafts accepted, before any cut
+    accepted: list[int] = field(default_factory=list)  # drafts kept
     confidence: list[list[float]] = field(default_factory=list)  # logits, before the sigmoid
     margin: float = float("inf")  # smallest lead of a chosen token over the next best logit
 
@@ -85,6 +85,7 @@ class ReferenceLoop:
             kept = fresh[: min(end, room)]
             if trace.accepted:
                 trace.acceptance_lengths.append(len(kept))
+                trace.accepted[-1] = min(trace.accepted[-1], len(kept))  # nothing after EOS
             trace.output_ids += kept
             ids += kept
             if kept[-1] == self.eos or len(trace.output_ids) == max_new_tokens:

@@ -61,27 +61,26 @@ def accuracy(rows: list[dict[str, str]], texts: list[str]) -> dict[str, Any]:
 def acceptance(traces: list[Trace]) -> dict[str, Any]:
     """Pooled acceptance length, shares of rounds by row, and how good the confidence is."""
     lengths = [n for t in traces for n in t.acceptance_lengths]
-    accepted = [n for t in traces for n in t.accepted]
+    accepted = torch.tensor([n for t in traces for n in t.accepted])[:, None]
     logits = torch.tensor([c for t in traces for c in t.confidence])
-    reached = torch.tensor(accepted)
-    gamma = logits.shape[1]
-    rows = torch.arange(gamma)
-    tried = reached[:, None] >= rows
-    hit = (reached[:, None] > rows) & tried
+    rows = torch.arange(logits.shape[1])
+    # A row counts if all rows before it were accepted and it stands before the answer's end.
+    ended = torch.tensor([[n == a] for n, a in zip(lengths, accepted.flatten(), strict=True)])
+    tried = (accepted > rows) | ((accepted == rows) & ~ended)
+    hit = accepted > rows
+    sure = logits.sigmoid() * tried
+    count = tried.sum(0).clamp(min=1)
     return {
         "acceptance_length": round(sum(lengths) / len(lengths), 4),
         "rounds": len(lengths),
-        "accepted_by_row": [
-            round(x, 4) for x in (reached[:, None] > rows).float().mean(0).tolist()
-        ],
-        "accepted_by_row_if_reached": [
-            round(x, 4) for x in (hit.sum(0) / tried.sum(0).clamp(min=1)).tolist()
-        ],
-        "mean_confidence_if_reached": [
-            round(x, 4)
-            for x in ((logits.sigmoid() * tried).sum(0) / tried.sum(0).clamp(min=1)).tolist()
-        ],
+        "accepted_by_row": _rounded(hit.float().mean(0)),
+        "accepted_if_reached": _rounded(hit.sum(0) / count),
+        "confidence_if_reached": _rounded(sure.sum(0) / count),
     }
+
+
+def _rounded(x: torch.Tensor) -> list[float]:
+    return [round(v, 4) for v in x.tolist()]
 
 
 def write_golden(
@@ -94,8 +93,8 @@ def write_golden(
         "fields": (
             "output_ids end with EOS; the first of them comes from the prompt's pass, the others"
             " from rounds; acceptance_lengths: tokens kept of each round, bonus included;"
-            " accepted: drafts of each round equal to the target's choice, before any cut;"
-            " confidence: logits of each round; margin: smallest lead of a chosen token's logit"
+            " accepted: drafts kept of each round; margin: smallest lead of a chosen token's logit;"
+            " confidence: logits of all rows of each round, before the sigmoid"
         ),
     }
     for name, quota in GOLDEN.items():

@@ -185,3 +185,4 @@ def save_target(model: TargetModel, folder: Path) -> None:
         for name, p in model.state_dict().items()
     }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)

@@ -1,0 +1,32 @@
+"""The only way from the command line to the engine; tests put a fake engine in its place."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.text import Tokenizer
+
+
+def locate_checkpoint(name: str, role: Literal["target", "draft"]) -> Path:
+    """Folder of a checkpoint given as a path, a Hub id or `demo`."""
+    from engine.models.locate import locate
+
+    return locate(name, role)
+
+
+def load_tokenizer(folder: Path) -> "Tokenizer":
+    """The target's tokenizer, without its weights."""
+    from engine.text import Tokenizer
+
+    return Tokenizer.load(folder)
+
+
+def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> "Engine":
+    """An engine with its weights."""
+    from engine.engine import Engine
+
+    return Engine(config, on_progress=on_progress)

@@ -1,0 +1,118 @@
+"""What a run was, so that a resumed one is the same run."""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dspark_cli.journal import digest
+from engine.errors import ConfigError
+
+_PIECE = 1 << 16
+
+# A difference in these makes other outputs; in the others it makes the same ones, or about.
+DECISIVE = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "chat",
+    "chat_template",
+    "chat_template_kwargs",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
+NOTED = (
+    "draft",
+    "num_speculative_tokens",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "version",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting that is not what it was."""
+
+    name: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name.replace('_', '-')}: {self.then!r} then, {self.now!r} now"
+
+
+def dspark_version() -> str:
+    """The installed version."""
+    try:
+        return version("dspark")
+    except PackageNotFoundError:  # run from a source folder
+        return "0+unknown"
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Names a checkpoint by its files: small ones whole, weights by size and three pieces.
+
+    Reading all weights would take as long as loading them; pieces tell fine-tunes apart.
+    """
+    total = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.glob("*")):
+        if path.name != "config.json" and path.suffix != ".safetensors":
+            continue
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as stream:
+            for start in sorted({0, max(size // 2, 0), max(size - _PIECE, 0)}):
+                stream.seek(start)
+                total.update(stream.read(_PIECE))
+    return total.hexdigest()
+
+
+def text_digest(text: str | None) -> str | None:
+    """Short name of a text."""
+    return None if text is None else digest(text)[:16]
+
+
+def changes(then: dict[str, Any], now: dict[str, Any], names: tuple[str, ...]) -> list[Change]:
+    """Settings among `names` that differ."""
+    found = [Change(name, then.get(name), now.get(name)) for name in names]
+    return [change for change in found if change.then != change.now]
+
+
+def check_same_run(
+    then: dict[str, Any], now: dict[str, Any], *, force: bool, skip: tuple[str, ...] = ()
+) -> list[str]:
+    """Compare a journal's run with this one.
+
+    Args:
+        then: The journal's header.
+        now: This run.
+        force: Go on in spite of decisive differences.
+        skip: Settings not known yet.
+
+    Returns:
+        What to tell the user.
+
+    Raises:
+        ConfigError: A decisive setting differs; all that differ are named.
+    """
+    names = tuple(name for name in DECISIVE if name not in skip)
+    decisive = changes(then, now, names)
+    if decisive and not force:
+        raise ConfigError(
+            "the output was begun with other settings: " + "; ".join(str(c) for c in decisive),
+            "use the same settings, another -o, --overwrite to start over, or --force-resume to "
+            "keep the finished rows (rows whose own sampling changed run again)",
+        )
+    noted = changes(then, now, tuple(name for name in NOTED if name not in skip))
+    return [f"changed since the output was begun: {change}" for change in decisive + noted]

@@ -1,0 +1,181 @@
+"""`dspark inspect`: what checkpoints are, whether they fit, and what memory they take."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from dspark_cli import options
+from engine.inspection import DTYPE_BYTES, describe
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_SHARING = {
+    "absent": "not in the file; the target's is used",
+    "equal": "in the file, equal to the target's; kept once",
+    "own": "in the file, its own",
+    "unknown": "in the file; give the target first to compare",
+}
+
+
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Target or draft: a folder, demo, or a Hub id."),
+    ],
+    draft: Annotated[
+        str | None, typer.Argument(metavar="DRAFT", help="A DSpark draft for MODEL.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Requests at once in the memory plan; default 32."),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.size,
+            metavar="N",
+            help="Tokens per request in the memory plan; default: all the checkpoint allows.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell what a checkpoint is, whether a draft fits it, and what memory they take.
+
+    Reads configs and tensor headers; needs no GPU. Exits with 2 if the pair does not fit.
+    """
+    report = describe(model, draft, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        typer.echo("\n\n".join(_sections(report)))
+    if report["pair"] is not None and not report["pair"]["fits"]:
+        raise typer.Exit(2)
+
+
+def _sections(report: dict[str, Any]) -> list[str]:
+    parts = []
+    if report["target"] is not None:
+        parts.append(_table("Target", _target_rows(report["target"])))
+    if report["draft"] is not None:
+        parts.append(_table("Draft", _draft_rows(report["draft"])))
+    if report["pair"] is not None:
+        parts.append(_pair_text(report["pair"]))
+    parts.append(_table(*_memory(report["memory"])))
+    return parts
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows)])
+
+
+def _common_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    layers, rope = found["layers"], found["layers"]["rope"]
+    extras = [
+        name
+        for name, on in (
+            ("q, k, v biases", layers["qkv_bias"]),
+            ("o bias", layers["o_bias"]),
+            ("MLP biases", layers["mlp_bias"]),
+            ("q and k norms", layers["qk_norm"]),
+        )
+        if on
+    ]
+    scaling = "" if rope["kind"] == "default" else f", {rope['kind']} x {rope['factor']:g}"
+    return [
+        ("path", found["path"]),
+        ("format", found["format"]),
+        (
+            "parameters",
+            f"{found['parameters']:,} in {_count(found, 'tensor')}, {_count(found, 'file')}, "
+            f"{found['stored_dtype']}, {human(found['file_bytes'])}",
+        ),
+        ("layers", f"{layers['num_layers']} ({', '.join(extras) or 'no biases, no q/k norms'})"),
+        ("hidden, MLP", f"{layers['hidden_size']}, {layers['intermediate_size']}"),
+        (
+            "heads",
+            f"{layers['num_heads']} query, {layers['num_kv_heads']} KV, {layers['head_dim']} wide",
+        ),
+        ("rope", f"theta {rope['theta']:g}{scaling}"),
+        ("positions", f"{found['max_position']:,}"),
+    ]
+
+
+def _target_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    tied = "tied to" if found["tie_embeddings"] else "apart from"
+    eos = ", ".join(map(str, found["eos_token_ids"])) or "none: only stop strings and limits end it"
+    return [
+        *_common_rows(found),
+        ("vocabulary", f"{found['vocab_size']:,}, lm_head {tied} the embedding"),
+        ("EOS", eos),
+    ]
+
+
+def _draft_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    depth = found["num_target_layers"]
+    reduced = found["draft_vocab_size"] < found["vocab_size"]
+    own = f"; drafts from {found['draft_vocab_size']:,} of them (d2t)" if reduced else ""
+    markov = found["markov"]
+    return [
+        *_common_rows(found),
+        ("tokens per round", f"G = {found['num_speculative_tokens']}, {found['layout']}"),
+        (
+            "taps",
+            f"h{found['taps']} of {depth or 'an unstated number of'} target layers, "
+            f"{found['target_hidden_size']} wide (h[0] = embeddings)",
+        ),
+        ("attention", _attention(found["windows"], found["causal"])),
+        ("vocabulary", f"{found['vocab_size']:,}, mask token {found['mask_token_id']}{own}"),
+        ("Markov head", markov if markov == "none" else f"{markov}, rank {found['markov_rank']}"),
+        ("confidence", found["confidence"]),
+        ("embed_tokens", _SHARING[found["embed_tokens"]]),
+        ("lm_head", _SHARING[found["lm_head"]]),
+    ]
+
+
+def _attention(windows: list[int], causal: list[bool]) -> str:
+    kinds = [
+        (f"last {window} context tokens" if window else "full context")
+        + (", causal block" if one_way else ", bidirectional block")
+        for window, one_way in zip(windows, causal, strict=True)
+    ]
+    if len(set(kinds)) == 1:
+        return kinds[0]
+    return "; ".join(f"layer {i}: {kind}" for i, kind in enumerate(kinds))
+
+
+def _pair_text(pair: dict[str, Any]) -> str:
+    if pair["fits"]:
+        return "Pair\n  fits: sizes, vocabulary, layers and tokenizer agree"
+    return f"Pair\n  does not fit: {pair['problem']}\n  hint: {pair['hint']}"
+
+
+def _memory(plan: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    title = f"Memory, {plan['max_num_seqs']} requests of {plan['max_model_len']:,} tokens"
+    rows = []
+    for dtype in DTYPE_BYTES:
+        part = plan[dtype]
+        weights, per_token = part["weight_bytes"], part["kv_bytes_per_token"]
+        rows += [
+            (dtype, f"{human(part['total_bytes'])} in all"),
+            ("  weights", f"target {human(weights['target'])}, draft {human(weights['draft'])}"),
+            (
+                "  KV",
+                f"{human(part['kv_bytes'])}: target {human(per_token['target'])} + draft "
+                f"{human(per_token['draft'])} a token",
+            ),
+        ]
+    return title, rows
+
+
+def _count(found: dict[str, Any], what: str) -> str:
+    number = found[what + "s"]
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def human(count: float) -> str:
+    """Bytes in the largest unit that keeps them at 1 or above."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"

@@ -1,0 +1,122 @@
+"""The report of a run: everything counted, and everything needed to run it again."""
+
+import json
+import platform
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark_cli.job import Job, Tally
+from dspark_cli.output import write_atomically
+from dspark_cli.reader import Rows
+from engine.errors import DSparkError
+from engine.telemetry import EngineStats
+
+if TYPE_CHECKING:
+    from dspark_cli.compare import Comparison
+
+_PACKAGES = ("dspark", "torch", "triton", "transformers", "tokenizers", "numpy")
+
+
+def run_metrics(
+    job: Job,
+    rows: Rows,
+    stats: EngineStats,
+    run: dict[str, Any],
+    seconds: float,
+    comparison: "Comparison | None",
+) -> dict[str, Any]:
+    """Everything about a run as JSON.
+
+    Args:
+        job: What was done.
+        rows: What was read.
+        stats: The engine's counters; zero if it was not needed.
+        run: The settings, as the journal's header has them.
+        seconds: Wall time of the loop, loading left out.
+        comparison: With plain decoding, if that was asked for.
+    """
+    return {
+        "rows": {
+            "lines": len(job.slots),
+            "kept_from_earlier_runs": job.counts.kept,
+            "done": job.counts.done,
+            "failed": job.counts.failed,
+            "by_finish_reason": dict(job.tally.finish),
+            "failed_by_class": dict(job.tally.errors),
+        },
+        "speed": _speed(stats, seconds),
+        "acceptance": _acceptance(stats, job.tally),
+        "engine": asdict(stats),
+        "compare_plain": None if comparison is None else asdict(comparison),
+        "manifest": {
+            "argv": sys.argv,
+            "settings": run,
+            "input": {"sources": job.slots.sources, "rows_read": rows.read, "sha256": rows.sha256},
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": _versions(),
+        },
+    }
+
+
+def write_metrics(path: Path, metrics: dict[str, Any]) -> None:
+    """Write the report.
+
+    Raises:
+        DSparkError: The disk refuses; the output is not concerned.
+    """
+    try:
+        write_atomically(path, json.dumps(metrics, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise DSparkError(f"cannot write {path}: {error.strerror}", "the output is whole") from None
+
+
+def _speed(stats: EngineStats, seconds: float) -> dict[str, Any]:
+    return {
+        "seconds": round(seconds, 3),
+        "seconds_by_phase": {name: round(spent, 3) for name, spent in stats.seconds.items()},
+        "output_tokens": stats.output_tokens,
+        "output_tokens_per_second": round(stats.output_tokens / seconds, 2) if seconds else None,
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_prompt_tokens": stats.cached_tokens,
+    }
+
+
+def _acceptance(stats: EngineStats, tally: Tally) -> dict[str, Any] | None:
+    if not stats.rounds:
+        return None
+    mean = tally.acceptance_sum / tally.acceptance_rows if tally.acceptance_rows else None
+    return {
+        "counting": "committed tokens per round, bonus included, after the cut at the end",
+        "acceptance_length": round(stats.acceptance_length, 4),
+        "committed": stats.committed,
+        "rounds": stats.rounds,
+        "acceptance_length_mean_per_row": None if mean is None else round(mean, 4),
+        "rows": tally.acceptance_rows,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "by_position": [
+            {
+                "position": at,
+                "accepted": accepted,
+                "drafted": drafted,
+                "rate": round(accepted / drafted, 4) if drafted else None,
+            }
+            for at, (accepted, drafted) in enumerate(
+                zip(stats.accepted_at, stats.drafted_at, strict=True)
+            )
+        ],
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,289 @@
+"""One `dspark generate` from checks to summary."""
+
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark_cli import backend
+from dspark_cli.compare import Comparison, compare_plain
+from dspark_cli.dryrun import context_length, examine, print_report
+from dspark_cli.fingerprint import check_same_run, checkpoint_digest, dspark_version, text_digest
+from dspark_cli.interrupt import Interrupts, StopNow
+from dspark_cli.job import Job, JobSettings, Pending
+from dspark_cli.journal import FORMAT, Journal
+from dspark_cli.metrics import run_metrics, write_metrics
+from dspark_cli.output import OutputPaths, StdoutRows, first_completions, write_final
+from dspark_cli.preflight import check_places, check_space
+from dspark_cli.progress import Counts, LoadProgress, Progress, clock
+from dspark_cli.reader import Rows, open_sources
+from dspark_cli.sampling import effective
+from dspark_cli.settings import GenerateOptions
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.telemetry import EngineStats
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+FAILED_ROWS = 3
+INTERRUPTED = 130
+_LATE = ("dtype", "device")  # `auto` until the engine is there
+
+
+class GenerateRun:
+    """The command, once its options are known to agree.
+
+    Args:
+        given: The options.
+
+    Raises:
+        ConfigError: An option is out of range, or the input or output will not do.
+    """
+
+    def __init__(self, given: GenerateOptions) -> None:
+        self.given = given
+        self.config = given.engine_config()
+        self.rules = given.rules()
+        self.template = given.template_text()
+        self.paths = OutputPaths.of(given.output or "-")
+        self.rows = Rows(open_sources(given.input), given.limit)
+        self.stats = EngineStats()
+        self.seconds = 0.0
+
+    def say(self, text: str) -> None:
+        """To people."""
+        if not self.given.quiet:
+            sys.stderr.write(f"dspark: {text}\n")
+            sys.stderr.flush()
+
+    def dry_run(self) -> int:
+        """Report on the input; the exit code."""
+        folder = backend.locate_checkpoint(self.config.model, "target")
+        tokenizer = backend.load_tokenizer(folder)
+        limit = context_length(folder, self.config.max_model_len)
+        report = examine(self.rows, self.rules, tokenizer, self.template, limit)
+        print_report(report)
+        return FAILED_ROWS if report.errors else 0
+
+    def run(self) -> int:
+        """Do it; the exit code."""
+        given = self.given
+        reports = [path for path in (given.metrics_json, given.progress_file) if path is not None]
+        check_places(self.paths, self.rows.sources, reports)
+        self._check_existing()
+        total = self.rows.count()
+        lines = None if total is None else total * self.rules.n
+        if self.paths.rows is not None:
+            warning = check_space(self.paths.rows.parent, lines, self.rules.params.max_tokens)
+            if warning is not None:
+                self.say(warning)
+        folder = backend.locate_checkpoint(self.config.model, "target")
+        tokenizer = backend.load_tokenizer(folder)
+        header = self._header(folder, tokenizer.fingerprint())
+        counts = Counts(total=lines)
+        with (
+            Interrupts(given.grace, self.say) as interrupts,
+            Journal(self.paths.journal, restart=given.overwrite) as journal,
+        ):
+            try:
+                old = self._open_header(journal, header)
+                settings = JobSettings(
+                    rules=self.rules,
+                    chat_template=self.template,
+                    drafted=self.config.draft is not None,
+                    rerun=frozenset(choice.value for choice in given.rerun or ()),
+                    limits_changed=old is not None
+                    and old["max_model_len"] != header["max_model_len"],
+                    keep_results=given.compare_plain,
+                    keep_prompts=given.show,
+                )
+                job = Job(self.rows, journal, tokenizer, settings, interrupts, counts)
+                return self._work(job, journal)
+            except StopNow:
+                return self._interrupted(counts, journal)
+
+    def _work(self, job: Job, journal: Journal) -> int:
+        if self.paths.rows is None:
+            job.stdout = StdoutRows(job.slots, journal, self.rules.passthrough)
+        pending = job.pending()
+        first = next(pending, None)
+        if first is not None:
+            self._decode(job, journal, chain([first], pending))
+        if not job.complete:
+            return self._interrupted(job.counts, journal)
+        if self.rows.read == 0:
+            raise ConfigError(f"no rows in {self.given.input}", "write one JSON object a line")
+        if self.paths.rows is not None:
+            journal.sync()
+            write_final(self.paths, job.slots, journal, self.rules.passthrough)
+        self._summary(job)
+        for slot, line in first_completions(job.slots, journal, self.given.show):
+            self._show(line, job.prompts.get(slot))
+        comparison = self._compare(job)
+        if self.given.metrics_json is not None:
+            metrics = run_metrics(
+                job, self.rows, self.stats, journal.header or {}, self.seconds, comparison
+            )
+            write_metrics(self.given.metrics_json, metrics)
+        return FAILED_ROWS if job.counts.failed else 0
+
+    def _decode(self, job: Job, journal: Journal, pending: Iterator[Pending]) -> None:
+        engine = self._load(self.config)
+        self._settle_header(journal, engine.config)
+        self.stats = engine.stats
+        started = time.perf_counter()
+        with Progress(
+            job.counts,
+            engine.stats,
+            quiet=self.given.quiet,
+            file=self.given.progress_file,
+            tick=journal.sync_if_due,
+        ):
+            job.run(engine, pending)
+        self.seconds = time.perf_counter() - started
+
+    def _load(self, config: EngineConfig) -> "Engine":
+        progress = LoadProgress(self.given.quiet)
+        try:
+            return backend.load_engine(config, progress)
+        finally:
+            progress.close()
+
+    def _check_existing(self) -> None:
+        """Refuse to lose what an earlier run wrote."""
+        rows, journal = self.paths.rows, self.paths.journal
+        if rows is None or journal is None or self.given.overwrite:
+            return
+        begun = journal.exists() and journal.stat().st_size > 0
+        if not self.given.resume and (begun or rows.exists()):
+            raise ConfigError(
+                f"--no-resume would replace {journal if begun else rows}",
+                "add --overwrite, or choose another -o",
+            )
+        if rows.exists() and not begun:
+            raise ConfigError(
+                f"{rows} exists, and there is no {journal.name} that tells how it was made",
+                "choose another -o, or add --overwrite to replace it",
+            )
+        if self.given.rerun and not begun:
+            raise ConfigError(f"there is no {journal} to --rerun rows of", "drop --rerun")
+
+    def _header(self, folder: Path, tokenizer: str) -> dict[str, Any]:
+        """What this run is, as far as it is known before the engine is loaded."""
+        draft = self.config.draft
+        draft_folder = None if draft is None else backend.locate_checkpoint(draft, "draft")
+        sampling = effective(self.rules.params)
+        del sampling["max_tokens"]  # a larger limit only redoes rows that were cut
+        return {
+            "model": checkpoint_digest(folder),
+            "model_name": self.config.model,
+            "tokenizer": tokenizer,
+            "draft": None if draft_folder is None else checkpoint_digest(draft_folder),
+            "draft_name": draft,
+            "num_speculative_tokens": self.config.num_speculative_tokens,
+            "dtype": self.config.dtype,
+            "device": self.config.device,
+            "chat": self.rules.chat,
+            "chat_template": text_digest(self.template),
+            "chat_template_kwargs": dict(self.rules.template_kwargs),
+            **sampling,
+            "max_model_len": self.config.max_model_len,
+            "max_num_seqs": self.config.max_num_seqs,
+            "max_num_batched_tokens": self.config.max_num_batched_tokens,
+            "enable_prefix_caching": self.config.enable_prefix_caching,
+            "version": dspark_version(),
+        }
+
+    def _open_header(self, journal: Journal, now: dict[str, Any]) -> dict[str, Any] | None:
+        """Check the journal's run against this one, and note what changed; the old run."""
+        then = journal.header
+        if journal.torn_bytes:
+            self.say(
+                f"the journal's last line was cut short ({journal.torn_bytes} bytes): its row runs "
+                "again"
+            )
+        if journal.bad_lines:
+            numbers = ", ".join(map(str, journal.bad_lines[:20]))
+            self.say(f"{len(journal.bad_lines)} damaged lines in the journal: {numbers}")
+        if then is not None:
+            late = tuple(name for name in _LATE if now[name] == "auto")
+            for note in check_same_run(then, now, force=self.given.force_resume, skip=late):
+                self.say(note)
+            now = {**now, **{name: then[name] for name in late}}
+            if len(journal):
+                self.say(f"going on: {len(journal)} lines are in {journal.path}")
+        self._write_header(journal, now)
+        return then
+
+    def _settle_header(self, journal: Journal, config: EngineConfig) -> None:
+        """Fill in what `auto` became."""
+        then = journal.header
+        if then is None:
+            raise ValueError("a journal begins with its header")
+        found: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
+        now = {**then, **{name: value for name, value in found.items() if value != "auto"}}
+        new = tuple(name for name in _LATE if then[name] == "auto")
+        for note in check_same_run(then, now, force=self.given.force_resume, skip=new):
+            self.say(note)
+        self._write_header(journal, now)
+
+    def _write_header(self, journal: Journal, run: dict[str, Any]) -> None:
+        if journal.header != run:
+            journal.append({"type": "header", "format": FORMAT, "run": run})
+
+    def _interrupted(self, counts: Counts, journal: Journal) -> int:
+        of = "" if counts.total is None else f" of {counts.total}"
+        if self.paths.rows is None:
+            self.say(f"interrupted after {counts.settled}{of} lines")
+        else:
+            self.say(
+                f"interrupted: {counts.settled}{of} lines are done and kept in {journal.path}; run "
+                f"the same command again to go on ({self.paths.rows} is written at the end)"
+            )
+        return INTERRUPTED
+
+    def _summary(self, job: Job) -> None:
+        counts, stats = job.counts, self.stats
+        if counts.done:
+            speed = stats.output_tokens / max(self.seconds, 1e-9)
+            text = f"{counts.done} lines in {clock(self.seconds)}, {stats.output_tokens} tokens, "
+            text += f"{speed:.1f} tokens/s"
+            if stats.rounds:
+                text += f", acceptance length {stats.acceptance_length:.2f}"
+            self.say(text)
+        elif counts.kept:
+            self.say("nothing left to do")
+        if counts.kept:
+            self.say(f"{counts.kept} lines were done before")
+        cut = job.tally.finish["length"]
+        if cut:
+            self.say(f"{cut} of {counts.done} were cut at the limit (finish_reason length)")
+        if counts.failed:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in job.tally.errors.most_common())
+            self.say(f"{counts.failed} lines failed ({kinds}): see {self.paths.errors or 'stdout'}")
+        if self.paths.rows is not None:
+            self.say(f"wrote {self.paths.rows}")
+
+    def _show(self, line: dict[str, Any], prompt: str | None) -> None:
+        spec = line["spec"]
+        length = f", acceptance length {spec['acceptance_length']}" if spec else ""
+        tokens = line["usage"]["completion_tokens"]
+        head = f"--- {line['id']} ({tokens} tokens, {line['finish_reason']}{length})"
+        asked = [] if prompt is None else [f"> {part}" for part in prompt.strip().split("\n")]
+        sys.stderr.write("\n".join(["", head, *asked, line["text"].strip(), ""]))
+
+    def _compare(self, job: Job) -> Comparison | None:
+        if not self.given.compare_plain:
+            return None
+        if not job.results:
+            self.say("nothing to compare: no row was decoded in this run (--overwrite starts over)")
+            return None
+        gc.collect()  # the drafted engine is gone by now; its memory, too
+        comparison = compare_plain(job.results, self.seconds, self.config, self._load)
+        for line in comparison.lines():
+            sys.stderr.write(line + "\n")
+        return comparison

@@ -1,0 +1,227 @@
+"""What checkpoints are and what memory they will take, from configs and headers: no torch, no GPU.
+
+Everything is returned as JSON-ready values; `dspark inspect` prints them.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, DSparkError
+from engine.models.config import DraftSpec, LayersSpec, TargetSpec
+from engine.models.draft_config import draft_format, parse_draft
+from engine.models.headers import TensorHeader, read_headers, same_bytes, stored_dtype
+from engine.models.locate import locate
+from engine.models.pair import check_pair
+from engine.models.target_config import is_target, parse_target
+from engine.text import Tokenizer
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DEFAULT_MAX_NUM_SEQS = 32
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """One checkpoint, parsed."""
+
+    folder: Path
+    spec: TargetSpec | DraftSpec
+    headers: dict[str, TensorHeader]
+
+
+def describe(
+    model: str,
+    draft: str | None = None,
+    *,
+    max_num_seqs: int | None = None,
+    max_model_len: int | None = None,
+) -> dict[str, Any]:
+    """Describe a target, a draft, or a pair.
+
+    Args:
+        model: A target or a draft: a folder, `demo`, `demo-rnn` or a Hub id.
+        draft: A draft for it.
+        max_num_seqs: Requests at once, for the memory plan; None: 32.
+        max_model_len: Tokens per request; None: what the checkpoint allows.
+
+    Returns:
+        Keys `target` and `draft` (None where absent), `pair` (None unless both) and `memory`.
+
+    Raises:
+        CheckpointError: A checkpoint is not supported. A pair that does not fit is told in `pair`.
+        ConfigError: A number of the plan is below 1.
+    """
+    for flag, value in (("--max-num-seqs", max_num_seqs), ("--max-model-len", max_model_len)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} must be >= 1, got {value}", f"leave out {flag}")
+    found = _find(model, "draft" if model == "demo-rnn" else "target")
+    if draft is not None and not isinstance(found.spec, TargetSpec):
+        parse_target(found.folder)  # raises: it says what to swap
+    target = found if isinstance(found.spec, TargetSpec) else None
+    drafter = found if target is None else _find_draft(draft)
+    shared = _shared(target, drafter)
+    return {
+        "target": None if target is None else _describe_target(target),
+        "draft": None if drafter is None else _describe_draft(drafter, shared),
+        "pair": _describe_pair(target, drafter),
+        "memory": _plan(target, drafter, shared, max_num_seqs, max_model_len),
+    }
+
+
+def _find(name: str, role: Any) -> _Found:
+    folder = locate(name, role)
+    spec = parse_target(folder) if is_target(folder) else parse_draft(folder)
+    return _Found(folder, spec, read_headers(folder))
+
+
+def _find_draft(name: str | None) -> _Found | None:
+    if name is None:
+        return None
+    folder = locate(name, "draft")
+    return _Found(folder, parse_draft(folder), read_headers(folder))
+
+
+def _describe_target(found: _Found) -> dict[str, Any]:
+    spec = found.spec
+    assert isinstance(spec, TargetSpec)
+    return {
+        **_files(found),
+        "format": spec.architecture,
+        "dtype": spec.dtype,
+        "layers": asdict(spec.layers),
+        "vocab_size": spec.vocab_size,
+        "tie_embeddings": spec.tie_embeddings,
+        "max_position": spec.max_position,
+        "eos_token_ids": list(spec.eos_token_ids),
+        "bos_token_id": spec.bos_token_id,
+    }
+
+
+def _describe_draft(found: _Found, shared: dict[str, str]) -> dict[str, Any]:
+    spec = found.spec
+    assert isinstance(spec, DraftSpec)
+    confidence = "hidden + Markov embedding" if spec.confidence_with_markov else "hidden"
+    return {
+        **_files(found),
+        "format": draft_format(found.folder),
+        "dtype": spec.dtype,
+        "layers": asdict(spec.layers),
+        "num_speculative_tokens": spec.num_speculative_tokens,
+        "layout": "anchor-first" if spec.sample_from_anchor else "fill-in",
+        "taps": list(spec.taps),
+        "target_hidden_size": spec.target_hidden_size,
+        "num_target_layers": spec.num_target_layers,
+        "vocab_size": spec.vocab_size,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "mask_token_id": spec.mask_token_id,
+        "windows": list(spec.windows),
+        "causal": list(spec.causal),
+        "markov": spec.markov,
+        "markov_rank": spec.markov_rank,
+        "confidence": confidence if spec.has_confidence else "none",
+        "max_position": spec.max_position,
+        "embed_tokens": shared[_EMBED],
+        "lm_head": shared[_HEAD],
+    }
+
+
+def _files(found: _Found) -> dict[str, Any]:
+    headers = found.headers.values()
+    return {
+        "path": str(found.folder),
+        "files": len({header.file for header in headers}),
+        "tensors": len(headers),
+        "parameters": sum(h.numel for h in headers if h.dtype in _FLOATS),
+        "file_bytes": sum(header.nbytes for header in headers),
+        "stored_dtype": stored_dtype(found.headers),
+    }
+
+
+def _shared(target: _Found | None, draft: _Found | None) -> dict[str, str]:
+    """Where the draft's embedding and head come from: absent, equal, own or unknown."""
+    if draft is None:
+        return {}
+    if target is None:
+        names = (_EMBED, _HEAD)
+        return {n: "unknown" if n in draft.headers else "absent" for n in names}
+    assert isinstance(target.spec, TargetSpec)
+    embed = "model.embed_tokens.weight"
+    head = embed if target.spec.tie_embeddings else _HEAD
+    return {
+        name: _compare(draft.headers.get(name), target.headers.get(of))
+        for name, of in ((_EMBED, embed), (_HEAD, head))
+    }
+
+
+def _compare(mine: TensorHeader | None, theirs: TensorHeader | None) -> str:
+    if mine is None:
+        return "absent"
+    return "equal" if theirs is not None and same_bytes(mine, theirs) else "own"
+
+
+def _describe_pair(target: _Found | None, draft: _Found | None) -> dict[str, Any] | None:
+    if target is None or draft is None:
+        return None
+    assert isinstance(target.spec, TargetSpec)
+    assert isinstance(draft.spec, DraftSpec)
+    try:
+        tokenizer = Tokenizer.load(target.folder)
+        ships = (draft.folder / "tokenizer.json").exists()
+        own = Tokenizer.load(draft.folder) if ships else None
+        check_pair(target.spec, draft.spec, tokenizer, own)
+    except DSparkError as error:
+        return {"fits": False, "problem": str(error), "hint": error.hint}
+    return {"fits": True, "problem": None, "hint": None}
+
+
+def _plan(
+    target: _Found | None,
+    draft: _Found | None,
+    shared: dict[str, str],
+    max_num_seqs: int | None,
+    max_model_len: int | None,
+) -> dict[str, Any]:
+    """Bytes by dtype; KV is what `max_num_seqs` requests of full length take."""
+    main = target or draft
+    assert main is not None
+    seqs = max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    length = max_model_len or main.spec.max_position
+    numbers = {
+        "target": 0 if target is None else _held(target, {}),
+        "draft": 0 if draft is None else _held(draft, shared),
+    }
+    slots = {
+        name: 0 if found is None else _kv_numbers(found.spec.layers)
+        for name, found in (("target", target), ("draft", draft))
+    }
+    plan: dict[str, Any] = {"max_num_seqs": seqs, "max_model_len": length}
+    for dtype, size in DTYPE_BYTES.items():
+        weights = {name: count * size for name, count in numbers.items()}
+        per_token = {name: count * size for name, count in slots.items()}
+        kv = sum(per_token.values()) * seqs * length
+        plan[dtype] = {
+            "weight_bytes": weights,
+            "kv_bytes_per_token": per_token,
+            "kv_bytes": kv,
+            "total_bytes": sum(weights.values()) + kv,
+        }
+    return plan
+
+
+def _held(found: _Found, shared: dict[str, str]) -> int:
+    """Numbers kept in memory: a copy of the target's embedding or head is not kept twice."""
+    dropped = {name for name, state in shared.items() if state == "equal"}
+    if isinstance(found.spec, TargetSpec) and found.spec.tie_embeddings:
+        dropped = {_HEAD}
+    return sum(
+        header.numel
+        for name, header in found.headers.items()
+        if header.dtype in _FLOATS and name not in dropped
+    )
+
+
+def _kv_numbers(layers: LayersSpec) -> int:
+    """K and V numbers of one token in all layers."""
+    return 2 * layers.num_layers * layers.num_kv_heads * layers.head_dim

@@ -1,0 +1,193 @@
+"""`dspark inspect`: what a checkpoint is, whether a pair fits, what memory it takes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark_cli.inspect import human
+from dspark_cli.main import run
+from tests.helpers.checkpoints import edit_json, read_tensors, write_draft, write_target
+
+EMBED = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("t"), "Qwen3ForCausalLM", dtype="bfloat16")
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one call."""
+    with pytest.raises(SystemExit) as exit_info:
+        run(["inspect", *map(str, argv)])
+    out, err = capsys.readouterr()
+    code = exit_info.value.code
+    return int(code or 0), out, err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> dict[str, Any]:
+    got, out, err = inspect(capsys, *argv, "--json")
+    assert (got, err) == (code, "")
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+def test_a_target_alone(capsys: pytest.CaptureFixture[str], target: Path) -> None:
+    report = as_json(capsys, target)
+    found, memory = report["target"], report["memory"]
+    assert (report["draft"], report["pair"]) == (None, None)
+    assert (found["format"], found["dtype"], found["tensors"]) == (
+        "Qwen3ForCausalLM",
+        "bfloat16",
+        36,
+    )
+    numbers = sum(t.numel() for t in read_tensors(target).values())
+    assert found["parameters"] == numbers
+    assert found["file_bytes"] == 2 * numbers
+    assert (memory["max_num_seqs"], memory["max_model_len"]) == (32, 512)
+    assert memory["bfloat16"]["weight_bytes"] == {"target": 2 * numbers, "draft": 0}
+    # K and V of 3 layers, 2 heads, 8 wide
+    assert memory["float32"]["kv_bytes_per_token"] == {"target": 2 * 3 * 2 * 8 * 4, "draft": 0}
+    assert memory["float32"]["kv_bytes"] == 384 * 32 * 512
+
+
+def test_the_plan_is_for_the_requests_asked_for(
+    capsys: pytest.CaptureFixture[str], target: Path
+) -> None:
+    memory = as_json(capsys, target, "--max-num-seqs", 4, "--max-model-len", "1k")["memory"]
+    assert memory["bfloat16"]["kv_bytes"] == 192 * 4 * 1024
+    code, _, err = inspect(capsys, target, "--max-num-seqs", 0)
+    assert code == 2
+    assert err == "error: --max-num-seqs must be >= 1, got 0\nhint: leave out --max-num-seqs\n"
+
+
+@pytest.mark.parametrize("fmt", ["deepspec", "speculators"])
+def test_a_draft_alone_is_recognised(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, fmt: str
+) -> None:
+    write_draft(tmp_path, fmt, markov="rnn", sample_from_anchor=False, lm_head=True)
+    report = as_json(capsys, tmp_path)
+    found = report["draft"]
+    assert (report["target"], report["pair"]) == (None, None)
+    assert (found["format"], found["layout"], found["markov"]) == (fmt, "fill-in", "rnn")
+    assert (found["num_speculative_tokens"], found["taps"]) == (4, [1, 3])
+    assert (found["embed_tokens"], found["lm_head"]) == ("absent", "unknown")
+    assert report["memory"]["float32"]["weight_bytes"]["target"] == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_the_targets_tensors_are_found_and_counted_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tied: bool
+) -> None:
+    target = write_target(tmp_path / "t", tied=tied)
+    tensors = read_tensors(target)
+    head = tensors[EMBED] if tied else tensors["lm_head.weight"]
+    write_draft(tmp_path / "d", embed=tensors[EMBED], lm_head=head)
+    write_draft(tmp_path / "own", embed=True, lm_head=True)
+    write_draft(tmp_path / "bare")
+    reports = {name: as_json(capsys, target, tmp_path / name) for name in ("d", "own", "bare")}
+    states = {n: (r["draft"]["embed_tokens"], r["draft"]["lm_head"]) for n, r in reports.items()}
+    assert states == {
+        "d": ("equal", "equal"),
+        "own": ("own", "own"),
+        "bare": ("absent", "absent"),
+    }
+    held = {n: r["memory"]["float32"]["weight_bytes"]["draft"] for n, r in reports.items()}
+    assert held["d"] == held["bare"] == held["own"] - 2 * 128 * 32 * 4
+    assert {report["pair"]["fits"] for report in reports.values()} == {True}
+
+
+def test_a_pair_that_does_not_fit_is_told_and_exits_2(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path
+) -> None:
+    write_draft(tmp_path, num_target_layers=5)
+    report = as_json(capsys, target, tmp_path, code=2)
+    assert report["pair"]["fits"] is False
+    assert "number of target layers 5, the target has 3" in report["pair"]["problem"]
+    code, out, _ = inspect(capsys, target, tmp_path)
+    assert code == 2
+    assert "does not fit" in out
+    assert "hint: use the drafter" in out
+
+
+def test_the_text_names_everything(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path
+) -> None:
+    write_draft(tmp_path, "speculators", windows=(16, 0), draft_vocab_size=64, markov="gated")
+    code, out, err = inspect(capsys, target, tmp_path)
+    assert (code, err) == (0, "")
+    for words in (
+        "Qwen3ForCausalLM",
+        "4 query, 2 KV, 8 wide",
+        "G = 4, anchor-first",
+        "h[1, 3] of an unstated number of target layers",
+        "layer 0: last 16 context tokens, causal block; layer 1: full context, bidirectional",
+        "128, mask token 2; drafts from 64 of them (d2t)",
+        "gated, rank 8",
+        "hidden + Markov embedding",
+        "not in the file; the target's is used",
+        "fits: ",
+        "Memory, 32 requests of 512 tokens",
+    ):
+        assert words in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM', not supported"),
+        ({"num_experts": 8}, "may change the computation: num_experts=8"),
+    ],
+)
+def test_an_unsupported_checkpoint_is_one_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    write_target(tmp_path, tokenizer=False)
+    edit_json(tmp_path / "config.json", change)
+    code, out, err = inspect(capsys, tmp_path)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "\nhint: " in err
+
+
+def test_swapped_arguments_say_so(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path
+) -> None:
+    write_draft(tmp_path)
+    code, _, err = inspect(capsys, tmp_path, target)
+    assert code == 2
+    assert "a drafter, not a target" in err
+    code, _, err = inspect(capsys, target, target)
+    assert code == 2
+    assert "a target, not a drafter" in err
+
+
+def test_one_checkpoint_needs_no_torch(target: Path) -> None:
+    script = (
+        "import sys; from dspark_cli.main import run\n"
+        "try: run(['inspect', sys.argv[1], '--json'])\n"
+        "except SystemExit: pass\n"
+        "sys.stderr.write(str('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(target)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "False"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (5 << 30, "5.0 GiB"),
+        (1 << 50, "1024.0 TiB"),
+    ],
+)
+def test_human_sizes(count: int, text: str) -> None:
+    assert human(count) == text

@@ -1,0 +1,97 @@
+"""Engines over tiny checkpoints, and drafts that are right as often as a test wants."""
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import Completion, Engine, EngineConfig, Request, SamplingParams
+from engine.kernels.acceptance import Drafts
+from engine.sequence import Sequence
+
+
+def make_engine(model: Path, draft: Path | None = None, **settings: Any) -> Engine:
+    """A float32 CPU engine with small limits."""
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "kv_block_size": 4,
+        "max_model_len": 256,
+        "threads": 1,
+    }
+    config = {**defaults, **settings}
+    return Engine(EngineConfig(model=str(model), draft=str(draft) if draft else None, **config))
+
+
+def prompts(count: int, seed: int = 0, vocab: int = 128, longest: int = 40) -> list[list[int]]:
+    """Random prompts of 1 to `longest` tokens, without special ones."""
+    rng = random.Random(seed)
+    return [[rng.randrange(4, vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def requests(
+    many: Items[Items[int]], params: SamplingParams | None = None, **fields: Any
+) -> list[Request]:
+    """One request a prompt; the id is the prompt's index."""
+    shared = params or SamplingParams(**{"max_tokens": 24, **fields})
+    return [
+        Request(request_id=str(i), prompt_token_ids=tuple(p), params=shared)
+        for i, p in enumerate(many)
+    ]
+
+
+def complete(engine: Engine, many: Items[Request]) -> dict[str, Completion]:
+    """Run to the end; every request must complete."""
+    out = list(engine.run(many))
+    assert all(isinstance(c, Completion) for c in out), out
+    done = {c.request.request_id: c for c in out if isinstance(c, Completion)}
+    assert len(done) == len(out) == len(many)
+    return done
+
+
+def outputs(engine: Engine, many: Items[Request]) -> dict[str, tuple[int, ...]]:
+    """Run to the end; output ids by request id."""
+    return {i: c.token_ids for i, c in complete(engine, many).items()}
+
+
+def teach(
+    engine: Engine, answers: dict[str, tuple[int, ...]], hit_rate: float, seed: int = 0
+) -> None:
+    """Make the engine's drafts follow `answers`, each token right with probability `hit_rate`.
+
+    Random networks never agree, so acceptance needs help. The real draft still runs.
+    """
+    rng = random.Random(seed)
+    real: Callable[..., Drafts] = engine.runner._draft
+
+    def draft(sequences: Items[Sequence]) -> Drafts:
+        drafts = real(sequences)
+        ids = drafts.token_ids.clone()
+        for r, s in enumerate(sequences):
+            rest = answers[s.request.request_id][s.num_output :]
+            for k in range(ids.shape[1]):
+                if k < len(rest) and rng.random() < hit_rate:
+                    ids[r, k] = rest[k]
+        return Drafts(ids, drafts.logits)
+
+    engine.runner._draft = draft  # type: ignore[method-assign]
+
+
+def record_drafts(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor | None]]:
+    """Collect (tokens up to the anchor, drafts, confidence logits) of every draft made."""
+    seen: list[tuple[list[int], list[int], torch.Tensor | None]] = []
+    real: Callable[..., Drafts] = engine.runner._draft
+
+    def draft(sequences: Items[Sequence]) -> Drafts:
+        drafts = real(sequences)
+        confidence = engine.runner.last_confidence
+        for r, s in enumerate(sequences):
+            logits = None if confidence is None else confidence[r].clone()
+            seen.append((list(s.token_ids), drafts.token_ids[r].tolist(), logits))
+        return drafts
+
+    engine.runner._draft = draft  # type: ignore[method-assign]
+    return seen
