@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def locate_checkpoint(name: str, role: Literal["target", "draft"]) -> Path:
     """Folder of a checkpoint given as a path, a Hub id or `demo`."""
-    from engine.models.locate import locate
+    from engine.locate import locate
 
     return locate(name, role)
 

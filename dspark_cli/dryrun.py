@@ -27,6 +27,8 @@ class InputReport:
     errors: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     first_prompt: str | None = None
+    raw_prompts: int = 0
+    """Rows whose `prompt` is continued as it is."""
 
 
 def context_length(folder: Path, max_model_len: int | None) -> int | None:
@@ -92,6 +94,7 @@ def _examine_row(
             "shorten the prompt, or raise --max-model-len",
         )
     report.lines += row.n
+    report.raw_prompts += row.prompt.text is not None
     report.tokens[0] += count
     report.tokens[1] = max(report.tokens[1], count)
     room = count + row.params.max_tokens if max_model_len is None else max_model_len
@@ -113,6 +116,8 @@ def print_report(report: InputReport) -> None:
         *(f"  {kind:<13} {count}" for kind, count in report.errors.most_common()),
         *(f"  {example}" for example in report.examples),
     ]
+    if report.raw_prompts:
+        lines.append(f"continued as is {report.raw_prompts} (a `prompt`; --chat asks it as a user)")
     if report.first_prompt is not None:
         lines += ["first prompt, as the model sees it:", report.first_prompt]
     text = "\n".join(lines) + "\n"

@@ -49,8 +49,8 @@ class JobSettings:
     chat_template: str | None = None
     drafted: bool = False
     rerun: frozenset[str] = frozenset()
-    limits_changed: bool = False
-    """The context is not what it was: rows that were too long get another look."""
+    max_model_len: int | None = None
+    """As asked for; rows that were too long under another one get another look."""
 
     keep_results: bool = False
     keep_prompts: int = 0
@@ -201,13 +201,13 @@ class Job:
         if entry.status is Status.FAILED:
             return "failed" not in rerun
         if entry.status is Status.TOO_LONG:
-            return "failed" not in rerun and not self._settings.limits_changed
+            return "failed" not in rerun and entry.limit == (self._settings.max_model_len or 0)
         if entry.status is Status.STOP:
             return entry.tokens <= params.max_tokens
         if "truncated" in rerun:
             return False
-        by_context = entry.tokens < entry.max_tokens
-        return params.max_tokens == entry.max_tokens or (
+        by_context = entry.tokens < entry.limit
+        return params.max_tokens == entry.limit or (
             by_context and entry.tokens <= params.max_tokens
         )
 
@@ -276,7 +276,9 @@ class Job:
         self, item: Pending, kind: str, message: str, hint: str, *, retryable: bool
     ) -> None:
         error = _error(item.row_id, kind, message, hint, retryable)
-        record = {"type": "error", "key": item.key, "data_key": "0", "error": error}
+        record: dict[str, Any] = {"type": "error", "key": item.key, "data_key": "0", "error": error}
+        if kind == "too_long":
+            record["max_model_len"] = self._settings.max_model_len or 0
         self.slots.fill(item.slot, self._journal.append(record))
         self._count_failure(kind)
 

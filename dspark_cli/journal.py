@@ -43,7 +43,9 @@ class Entry:
     offset: int
     status: Status
     tokens: int
-    max_tokens: int
+    limit: int
+    """The row's max_tokens; for a row that was too long, the context asked for (0: none)."""
+
     data: int
     """Digest of the row's data fields."""
 
@@ -80,13 +82,15 @@ class Journal:
     def __init__(self, path: Path | None, *, restart: bool = False) -> None:
         self.path = path
         self.header: dict[str, Any] | None = None
+        self.has_completions = False
+        """Whether there is anything to lose: a header alone binds nobody."""
         self.torn_bytes = 0
         """Length of the unfinished last line that was cut off."""
         self.bad_lines: list[int] = []
         """Lines in the middle that are not records; their rows run again."""
         self._at: dict[bytes, int] = {}
         self._offsets = array.array("q")
-        self._numbers = array.array("i")  # status, tokens, max_tokens of each
+        self._numbers = array.array("q")  # status, tokens, limit of each
         self._data = array.array("Q")
         self._newer_data: dict[int, int] = {}
         self._unsynced = 0
@@ -254,24 +258,26 @@ class Journal:
             self._newer_data[at] = offset
             return
         if kind == "row":
+            self.has_completions = True
             row = record["row"]
             status = Status.STOP if row["finish_reason"] == "stop" else Status.LENGTH
             tokens = int(row["usage"]["completion_tokens"])
-            max_tokens = int(row["sampling"]["max_tokens"])
+            limit = int(row["sampling"]["max_tokens"])
         elif kind == "error":
             too_long = record["error"]["class"] == "too_long"
-            status, tokens, max_tokens = Status.TOO_LONG if too_long else Status.FAILED, 0, 0
+            status, tokens = Status.TOO_LONG if too_long else Status.FAILED, 0
+            limit = int(record.get("max_model_len", 0))
         else:
             raise ValueError(f"unknown record {kind!r}")
         self._at[key] = len(self._offsets)
         self._offsets.append(offset)
-        self._numbers.extend((status, tokens, max_tokens))
+        self._numbers.extend((status, tokens, limit))
         self._data.append(data)
 
     def _entry(self, at: int) -> Entry:
-        status, tokens, max_tokens = self._numbers[3 * at : 3 * at + 3]
+        status, tokens, limit = self._numbers[3 * at : 3 * at + 3]
         newer = self._newer_data.get(at, -1)
-        return Entry(self._offsets[at], Status(status), tokens, max_tokens, self._data[at], newer)
+        return Entry(self._offsets[at], Status(status), tokens, limit, self._data[at], newer)
 
 
 def data_key(data: Mapping[str, Any]) -> str:

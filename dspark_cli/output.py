@@ -37,6 +37,8 @@ class OutputPaths:
         if output == "-":
             return cls(None, None, None)
         rows = Path(output)
+        if rows.is_symlink():
+            rows = rows.resolve()  # the file it points to is replaced, not the link
         if rows.name.endswith((".gz", ".parquet", ".csv", ".zst")):
             raise ConfigError(f"-o {output}: only JSONL is written", "use a name ending in .jsonl")
         stem = rows.name.removesuffix(".jsonl")

@@ -166,11 +166,12 @@ class Progress:
 
     def _show(self) -> None:
         rate = self._rate.update(self._stats.output_tokens)
-        if self._bar is not None:
-            self._refresh_bar(rate)
-        elif not self._quiet and self._log.due():
-            sys.stderr.write(f"dspark: {self.line(rate)}\n")
-            sys.stderr.flush()
+        with suppress(OSError):  # nobody reads stderr any more
+            if self._bar is not None:
+                self._refresh_bar(rate)
+            elif not self._quiet and self._log.due():
+                sys.stderr.write(f"dspark: {self.line(rate)}\n")
+                sys.stderr.flush()
         if self._write.due():
             self._write_file(rate)
 

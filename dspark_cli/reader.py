@@ -240,8 +240,6 @@ class Rows:
         self.sources = sources
         self.limit = limit
         self.read = 0
-        self.finished = False
-        """True once the last row was handed out."""
         self._digest = hashlib.sha256()
 
     @property
@@ -275,7 +273,6 @@ class Rows:
                 row = RawRow(self.read, line, source.name, data)
                 self.read += 1
                 yield row
-        self.finished = True
 
 
 def split_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:

@@ -53,6 +53,7 @@ class GenerateRun:
         self.rows = Rows(open_sources(given.input), given.limit)
         self.stats = EngineStats()
         self.seconds = 0.0
+        self.written = False
 
     def say(self, text: str) -> None:
         """To people."""
@@ -90,14 +91,13 @@ class GenerateRun:
             Journal(self.paths.journal, restart=given.overwrite) as journal,
         ):
             try:
-                old = self._open_header(journal, header)
+                self._open_header(journal, header)
                 settings = JobSettings(
                     rules=self.rules,
                     chat_template=self.template,
                     drafted=self.config.draft is not None,
                     rerun=frozenset(choice.value for choice in given.rerun or ()),
-                    limits_changed=old is not None
-                    and old["max_model_len"] != header["max_model_len"],
+                    max_model_len=self.config.max_model_len,
                     keep_results=given.compare_plain,
                     keep_prompts=given.show,
                 )
@@ -120,6 +120,7 @@ class GenerateRun:
         if self.paths.rows is not None:
             journal.sync()
             write_final(self.paths, job.slots, journal, self.rules.passthrough)
+            self.written = True
         self._summary(job)
         for slot, line in first_completions(job.slots, journal, self.given.show):
             self._show(line, job.prompts.get(slot))
@@ -198,8 +199,8 @@ class GenerateRun:
             "version": dspark_version(),
         }
 
-    def _open_header(self, journal: Journal, now: dict[str, Any]) -> dict[str, Any] | None:
-        """Check the journal's run against this one, and note what changed; the old run."""
+    def _open_header(self, journal: Journal, now: dict[str, Any]) -> None:
+        """Check the journal's run against this one, and note what changed."""
         then = journal.header
         if journal.torn_bytes:
             self.say(
@@ -209,7 +210,7 @@ class GenerateRun:
         if journal.bad_lines:
             numbers = ", ".join(map(str, journal.bad_lines[:20]))
             self.say(f"{len(journal.bad_lines)} damaged lines in the journal: {numbers}")
-        if then is not None:
+        if then is not None and journal.has_completions:
             late = tuple(name for name in _LATE if now[name] == "auto")
             for note in check_same_run(then, now, force=self.given.force_resume, skip=late):
                 self.say(note)
@@ -217,7 +218,6 @@ class GenerateRun:
             if len(journal):
                 self.say(f"going on: {len(journal)} lines are in {journal.path}")
         self._write_header(journal, now)
-        return then
 
     def _settle_header(self, journal: Journal, config: EngineConfig) -> None:
         """Fill in what `auto` became."""
@@ -227,8 +227,9 @@ class GenerateRun:
         found: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
         now = {**then, **{name: value for name, value in found.items() if value != "auto"}}
         new = tuple(name for name in _LATE if then[name] == "auto")
-        for note in check_same_run(then, now, force=self.given.force_resume, skip=new):
-            self.say(note)
+        if journal.has_completions:
+            for note in check_same_run(then, now, force=self.given.force_resume, skip=new):
+                self.say(note)
         self._write_header(journal, now)
 
     def _write_header(self, journal: Journal, run: dict[str, Any]) -> None:
@@ -239,6 +240,8 @@ class GenerateRun:
         of = "" if counts.total is None else f" of {counts.total}"
         if self.paths.rows is None:
             self.say(f"interrupted after {counts.settled}{of} lines")
+        elif self.written:
+            self.say(f"interrupted after {self.paths.rows} was written")
         else:
             self.say(
                 f"interrupted: {counts.settled}{of} lines are done and kept in {journal.path}; run "

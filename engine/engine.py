@@ -10,7 +10,7 @@ from engine import worker
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.kv.blocks import BlockPool
-from engine.models.locate import locate
+from engine.locate import locate
 from engine.request import Completion, Request, RequestFailure, Round
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import Rows

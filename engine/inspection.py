@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, DSparkError
+from engine.locate import locate
 from engine.models.config import DraftSpec, LayersSpec, TargetSpec
 from engine.models.draft_config import draft_format, parse_draft
 from engine.models.headers import TensorHeader, read_headers, same_bytes, stored_dtype
-from engine.models.locate import locate
 from engine.models.pair import check_pair
 from engine.models.target_config import is_target, parse_target
 from engine.text import Tokenizer

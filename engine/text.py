@@ -60,6 +60,11 @@ class Tokenizer:
         return max(self._inner.get_vocab().values(), default=-1) + 1
 
     @property
+    def num_base_tokens(self) -> int:
+        """Size of the vocabulary proper, without tokens that were added to it."""
+        return cast(int, self._inner.vocab_size)
+
+    @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end token; the checkpoint's EOS ids are in its spec."""
         return cast(int | None, self._inner.eos_token_id)

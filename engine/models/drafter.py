@@ -49,35 +49,39 @@ class Drafter:
         self.layers = [
             DecoderLayer(layers, weights, f"layers.{i}.", at) for i in range(layers.num_layers)
         ]
+        self.context_kv = [self._take_context(take, i) for i in range(layers.num_layers)]
         self.norm = take("norm.weight", h)
-        self.embedding = (
-            take("embed_tokens.weight", spec.vocab_size, h)
-            if has("embed_tokens.weight")
-            else target.embedding
-        )
-        if has("embed_tokens.weight") and torch.equal(self.embedding, target.embedding):
-            self.embedding = target.embedding  # a frozen copy: hold it once
         # rows of a draft vocabulary padded beyond the target's have nothing to say
         self.num_logits = min(spec.draft_vocab_size, spec.vocab_size)
+        self.embedding = target.embedding
+        if has("embed_tokens.weight"):
+            own = take("embed_tokens.weight", spec.vocab_size, h)
+            # most often a frozen copy: hold it once
+            self.embedding = target.embedding if torch.equal(own, target.embedding) else own
         self.lm_head = target.lm_head
-        if has("lm_head.weight"):
-            self.lm_head = self._own_lm_head(
-                take("lm_head.weight", spec.draft_vocab_size, h), target
-            )
+        if has("lm_head.weight") or self.num_logits < spec.vocab_size:
+            head = take("lm_head.weight", spec.draft_vocab_size, h)
+            self.lm_head = self._own_lm_head(head, target)
         self.markov = self._take_markov(take)
-        width = h + (spec.markov_rank if spec.confidence_with_markov else 0)
-        self.confidence_weight = self.confidence_bias = None
-        if spec.has_confidence:
-            self.confidence_weight = take("confidence_head.proj.weight", 1, width).float()
-            self.confidence_bias = take("confidence_head.proj.bias", 1).float()
+        self.confidence_weight, self.confidence_bias = self._take_confidence(take)
         self.draft_to_target = None
         if self.num_logits < spec.vocab_size:
             offsets = weights.take(
                 "d2t", (spec.draft_vocab_size,), dtype=torch.int64, device=at.device
             )
             self.draft_to_target = offsets + torch.arange(len(offsets), device=at.device)
-        self.context_kv = [self._take_context(take, i) for i in range(layers.num_layers)]
         self.rope = make_rope_table(layers, num_positions, at.device)
+
+    def _take_confidence(
+        self, take: Callable[..., torch.Tensor]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Projection and bias in float32, whatever the checkpoint stores."""
+        spec = self.spec
+        if not spec.has_confidence:
+            return None, None
+        width = spec.layers.hidden_size + (spec.markov_rank if spec.confidence_with_markov else 0)
+        weight, bias = "confidence_head.proj.weight", "confidence_head.proj.bias"
+        return take(weight, 1, width).float(), take(bias, 1).float()
 
     def _own_lm_head(self, weight: torch.Tensor, target: Decoder) -> Linear:
         """The checkpoint's head, or the target's where they are the same matrix."""

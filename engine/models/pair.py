@@ -54,15 +54,17 @@ def check_pair(
 
 
 def check_tokenizer(target: TargetSpec, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that makes ids the target has no embedding for.
+    """Refuse a tokenizer of another vocabulary.
+
+    Tokens added to it may lie beyond the embedding: a row that uses one is that row's error.
 
     Args:
         target: The target.
         tokenizer: Its tokenizer.
     """
-    if tokenizer.vocab_size > target.vocab_size:
+    if tokenizer.num_base_tokens > target.vocab_size:
         raise CheckpointError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, "
+            f"the tokenizer has ids up to {tokenizer.num_base_tokens - 1}, "
             f"the target's vocabulary ends at {target.vocab_size - 1}",
             "use the tokenizer of the same checkpoint",
         )

@@ -3,6 +3,7 @@
     python examples/demo/make_demo.py --out examples/demo
 
 needs one GPU and the packages torch, transformers, tokenizers, safetensors and numpy; no network.
+It takes about six minutes on one H200 with 16 CPU cores, half of it training the target.
 ``--quick`` runs every stage with next to no training, on a CPU, to see that the code works.
 ``--stages`` runs some of the stages on what lies in the folder already. Seeds, steps, versions,
 times and measured results go to RECIPE.json in the output folder.
@@ -13,6 +14,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -177,7 +179,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="next to no training")
     args = parser.parse_args()
     out: Path = args.out
-    work: Path = args.work or out / "work"
+    work: Path = args.work or Path(tempfile.gettempdir()) / "dspark-demo"
     for folder in (out, work):
         folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

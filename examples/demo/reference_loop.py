@@ -25,6 +25,7 @@ class Trace:
     accepted: list[int] = field(default_factory=list)  # drafts kept
     confidence: list[list[float]] = field(default_factory=list)  # logits, before the sigmoid
     margin: float = float("inf")  # smallest lead of a chosen token over the next best logit
+    draft_margin: float = float("inf")  # the same of the drafted tokens
 
 
 class ReferenceLoop:
@@ -54,9 +55,7 @@ class ReferenceLoop:
         return self.target(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
     @torch.inference_mode()
-    def _draft(
-        self, drafter: Drafter, ids: list[int], mask_id: int
-    ) -> tuple[list[int], list[float]]:
+    def _draft(self, drafter: Drafter, ids: list[int], trace: Trace, mask_id: int) -> list[int]:
         """A draft block after ids, whose last token is the anchor; the taps end before it."""
         gamma, start = drafter.draft.gamma, len(ids) - 1
         taps = [self._seen[i][:, :start] for i in drafter.draft.tap_ids]
@@ -70,9 +69,11 @@ class ReferenceLoop:
         for k in range(gamma):
             state, bias, e = drafter.markov_head.step(state, torch.tensor(prev), hidden[k])
             confidence.append(drafter.confidence_head(hidden[k], e).item())
-            prev = int((base[k] + bias).argmax())
+            prev, lead = _best(base[k] + bias)
+            trace.draft_margin = min(trace.draft_margin, lead)
             drafts.append(prev)
-        return drafts, confidence
+        trace.confidence.append(confidence)
+        return drafts
 
     def run(self, prompt_ids: list[int], max_new_tokens: int, mask_id: int) -> Trace:
         """Greedy answer. The first token comes from the prompt's own pass and is in no round."""
@@ -96,8 +97,7 @@ class ReferenceLoop:
         """Accepted drafts and the bonus token."""
         drafts: list[int] = []
         if self.drafter is not None:
-            drafts, confidence = self._draft(self.drafter, ids, mask_id)
-            trace.confidence.append(confidence)
+            drafts = self._draft(self.drafter, ids, trace, mask_id)
         logits = self._verify(ids + drafts)[len(ids) - 1 :]
         fresh: list[int] = []
         for k, row in enumerate(logits):
@@ -109,6 +109,12 @@ class ReferenceLoop:
 
     @staticmethod
     def _choose(row: Tensor, trace: Trace) -> int:
-        best = row.topk(2)
-        trace.margin = min(trace.margin, float(best.values[0] - best.values[1]))
-        return int(best.indices[0])
+        token, lead = _best(row)
+        trace.margin = min(trace.margin, lead)
+        return token
+
+
+def _best(row: Tensor) -> tuple[int, float]:
+    """The token with the largest logit, and its lead over the next."""
+    best = row.topk(2)
+    return int(best.indices[0]), float(best.values[0] - best.values[1])

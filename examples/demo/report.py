@@ -15,7 +15,7 @@ from examples.demo.reference_loop import ReferenceLoop, Trace
 
 DRAFTERS = ("drafter", "drafter_rnn")
 GOLDEN = {"drafter": 2, "drafter_rnn": 1}  # questions kept, of each number of steps
-SAFE_MARGIN = 0.02  # least lead of a token in a kept answer, in logits
+SAFE_MARGIN = 0.005  # least lead of a chosen or drafted token in a kept answer, in logits
 
 
 def _answer_shard(job: tuple[str, str | None, list[list[int]], int]) -> list[Trace]:
@@ -93,7 +93,8 @@ def write_golden(
         "fields": (
             "output_ids end with EOS; the first of them comes from the prompt's pass, the others"
             " from rounds; acceptance_lengths: tokens kept of each round, bonus included;"
-            " accepted: drafts kept of each round; margin: smallest lead of a chosen token's logit;"
+            " accepted: drafts kept of each round; margin: smallest lead of a chosen token's logit,"
+            " and draft_margin of a drafted one;"
             " confidence: logits of all rows of each round, before the sigmoid"
         ),
     }
@@ -103,10 +104,11 @@ def write_golden(
         for i, (row, trace) in enumerate(zip(rows, traces[name], strict=True)):
             steps = problems.count_steps(row["answer"])
             ended = trace.output_ids[-1] == tokens.EOS
-            if left[steps] <= 0 or trace.margin < SAFE_MARGIN or not ended:
+            if left[steps] <= 0 or min(trace.margin, trace.draft_margin) < SAFE_MARGIN or not ended:
                 continue
             left[steps] -= 1
-            entry = asdict(trace) | {"margin": round(trace.margin, 5)}
+            entry = asdict(trace)
+            entry |= {k: round(entry[k], 5) for k in ("margin", "draft_margin")}
             entry["confidence"] = [[round(x, 5) for x in r] for r in trace.confidence]
             kept.append({"index": i, "question": row["question"], **entry})
         golden[name] = kept

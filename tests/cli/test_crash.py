@@ -259,6 +259,27 @@ def test_missing_input_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert "holds no rows" in bench.generate(source=str(empty), code=2).err
 
 
+def test_read_only_folder_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touch(self: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    bench.write(ROWS)
+    monkeypatch.setattr(Path, "touch", touch)  # root may write anywhere: chmod proves nothing
+    result = bench.generate(code=2)
+    assert "Read-only file system" in result.err
+    assert fake.FakeEngine.loads == 0
+
+
+def test_link_to_the_output_stays_a_link(bench: Bench) -> None:
+    real = bench.folder / "real.jsonl"
+    real.write_text("")
+    bench.output.symlink_to(real)
+    bench.write(ROWS)
+    bench.generate("--overwrite")
+    assert bench.output.is_symlink()
+    assert len(read_lines(real.read_bytes())) == 40
+
+
 def test_next_to_no_space_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     from dspark_cli import preflight
 

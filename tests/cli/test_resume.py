@@ -98,6 +98,23 @@ def test_other_settings_are_refused_by_name(
     bench.generate(*args)
 
 
+def test_a_run_that_never_completed_a_row_binds_nobody(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dspark_cli import backend
+    from engine.errors import CapacityError
+
+    def no_memory(*_: object) -> None:
+        raise CapacityError("the weights do not fit", "use --dtype bfloat16")
+
+    bench.write([*ROWS, b"{"])
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "load_engine", no_memory)
+        result = bench.generate("--dtype", "float32", code=1)
+    assert result.err.endswith("error: the weights do not fit\nhint: use --dtype bfloat16\n")
+    bench.generate("--dtype", "bfloat16", code=3)
+
+
 def test_another_model_is_refused(bench: Bench) -> None:
     bench.write(ROWS)
     bench.generate()

@@ -8,8 +8,8 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from engine.errors import CheckpointError
-from engine.models import locate as module
-from engine.models.locate import locate
+from engine import locate as module
+from engine.locate import locate
 
 
 @pytest.fixture(autouse=True)

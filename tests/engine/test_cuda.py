@@ -1,0 +1,69 @@
+"""The same engine on a CUDA device. Run by hand there: pytest -m gpu."""
+
+from pathlib import Path
+
+import pytest
+
+from engine import Engine, EngineConfig, Request, SamplingParams
+from tests.helpers.checkpoints import write_draft, write_target
+from tests.helpers.engines import complete, make_engine, outputs, prompts, requests, teach
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_float32_tokens_are_the_cpus(tmp_path: Path, architecture: str) -> None:
+    """Random logits of 128 tokens: a tie closer than float32's rounding has odds of about 1e-4."""
+    target = write_target(tmp_path / "t", architecture)
+    draft = write_draft(tmp_path / "d", markov="rnn")
+    want = outputs(make_engine(target), requests(prompts(8)))
+    for settings in ({"max_num_seqs": 1}, {"max_num_seqs": 8}, {"max_num_batched_tokens": 5}):
+        engine = make_engine(target, draft, device="cuda", dtype="float32", **settings)
+        teach(engine, want, 0.7)
+        assert outputs(engine, requests(prompts(8))) == want
+
+
+def test_sampled_rows_are_the_cpus_and_independent_of_the_batch(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "t", "Qwen3ForCausalLM")
+    draft = write_draft(tmp_path / "d")
+    many = requests(prompts(8), SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=5))
+    want = outputs(make_engine(target, draft), many)
+    for seqs in (1, 8):
+        engine = make_engine(target, draft, device="cuda", dtype="float32", max_num_seqs=seqs)
+        assert outputs(engine, many) == want
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_demo_pair(dtype: str) -> None:
+    """Drafted equals plain but for near ties of the low dtypes; acceptance stays."""
+    many = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(plain_tokens(i)),
+            params=SamplingParams(max_tokens=160),
+        )
+        for i in range(16)
+    ]
+    both = []
+    for draft in ("demo", None):
+        engine = Engine(
+            EngineConfig(model="demo", draft=draft, device="cuda", dtype=dtype, max_num_seqs=16)
+        )
+        both.append({i: c.text for i, c in complete(engine, many).items()})
+        if draft:
+            assert engine.stats.acceptance_length > 3.5
+    same = sum(both[0][i] == both[1][i] for i in both[0])
+    print(f"{dtype}: {same} of 16 outputs equal")
+    assert same >= (16 if dtype == "float32" else 12)
+
+
+def plain_tokens(i: int) -> list[int]:
+    import json
+    from importlib.resources import files
+
+    from engine.text import Tokenizer
+
+    folder = Path(str(files("dspark_demo")))
+    rows = (folder / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    tokenizer = Tokenizer.load(folder / "target")
+    return tokenizer.encode_chat([{"role": "user", "content": json.loads(rows[i])["question"]}])
