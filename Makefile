@@ -9,6 +9,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 .PHONY: demo test lint check clean
 
 demo: .venv/.installed
+	@mkdir -p out
 	@echo "== $(BIN)/dspark generate examples/demo/prompts.jsonl --model demo"
 	@$(BIN)/dspark generate examples/demo/prompts.jsonl -o out/demo.jsonl --overwrite \
 		--model demo --max-tokens 256 --show 3 --compare-plain

@@ -7,8 +7,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from engine.errors import CheckpointError
 from engine import locate as module
+from engine.errors import CheckpointError
 from engine.locate import locate
 
 
