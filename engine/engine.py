@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 
@@ -42,7 +43,6 @@ class Engine:
             DSparkError: The checkpoints or settings cannot be served.
         """
         begin = time.perf_counter()
-        self.config = config
         self.stats = EngineStats()
         loaded = worker.load(
             config,
@@ -50,6 +50,8 @@ class Engine:
             locate(config.draft, "draft") if config.draft is not None else None,
             on_progress or _silent,
         )
+        self.config = replace(config, **loaded.at.settings)
+        """The settings, with `auto` replaced by what was chosen."""
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.limits = loaded.limits
         self.max_model_len = loaded.limits.max_model_len
@@ -68,7 +70,7 @@ class Engine:
         width = -(-(limits.max_model_len + limits.lookahead) // limits.kv_block_size)
         self.runner = ModelRunner(
             loaded.networks,
-            Rows(limits.max_num_seqs, width, loaded.device),
+            Rows(limits.max_num_seqs, width, loaded.at.device),
             self.stats.seconds,
         )
         self.stats.drafted_at = [0] * self._gamma
@@ -137,7 +139,7 @@ class Engine:
             for chunk, first in zip(chunks, firsts, strict=True):
                 self._scheduler.advance(chunk.sequence, chunk.start + chunk.count)
                 if first is not None:
-                    finished += self._commit(chunk.sequence, [first], None)
+                    finished += self._commit(chunk.sequence, first, None)
         if batch := self._scheduler.decoding():
             finished += self._round(batch)
         self._count()
@@ -171,7 +173,9 @@ class Engine:
     def _commit(
         self, sequence: Sequence, tokens: Items[int], num_drafted: int | None
     ) -> list[Output]:
-        """Append a step's tokens; `num_drafted` is None after prefill."""
+        """Append a step's tokens, none if it failed; `num_drafted` is None after prefill."""
+        if not tokens:
+            return [self._fail(sequence)]
         kept, end = sequence.commit(tokens, self._eos, self.max_model_len)
         self.stats.output_tokens += kept
         if num_drafted is not None:
@@ -198,6 +202,18 @@ class Engine:
         for k in range(drafted):
             stats.drafted_at[k] += 1
             stats.accepted_at[k] += k < accepted
+
+    def _fail(self, sequence: Sequence) -> RequestFailure:
+        self._scheduler.retire(sequence)
+        return RequestFailure(
+            request=sequence.request,
+            kind="engine",
+            message=(
+                f"the target's logits after {len(sequence.token_ids)} tokens are not finite; "
+                "a wider --dtype may help"
+            ),
+            retryable=False,
+        )
 
     def _complete(self, sequence: Sequence, end: End) -> Completion:
         ids = tuple(sequence.token_ids[sequence.num_prompt :])

@@ -1,7 +1,7 @@
 """Decoder layers that target and draft share: attention, gated MLP, pre-norm residuals."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,12 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As EngineConfig fields."""
+        name = str(self.dtype).removeprefix("torch.")
+        return {"dtype": name, "device": self.device.type}
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,11 +59,12 @@ class ModelRunner:
         request = sequence.request
         self.rows.start(sequence.row, request.params, request.noise_key)
 
-    def prefill(self, chunks: Items[Chunk]) -> list[int | None]:
+    def prefill(self, chunks: Items[Chunk]) -> list[list[int] | None]:
         """Compute prompt chunks in target and draft caches.
 
         Returns:
-            Per chunk, the first output token where the chunk ends a fresh prompt, else None.
+            Per chunk, where it ends a fresh prompt the first output token (nothing if the logits
+            are not finite), else None.
         """
         with self._timed("prefill"):
             return self._prefill(chunks)
@@ -80,13 +81,14 @@ class ModelRunner:
             verify_lens: Target queries per sequence, anchor included, in [1, G+1].
 
         Returns:
-            Per sequence, the committed tokens, in [1, verify_len].
+            Per sequence, the committed tokens, in [1, verify_len]; none if a logit that decides
+            is not finite.
         """
         with self._timed("draft"):
             drafts = self._draft(sequences)
         return self._round(sequences, verify_lens, drafts)
 
-    def _prefill(self, chunks: Items[Chunk]) -> list[int | None]:
+    def _prefill(self, chunks: Items[Chunk]) -> list[list[int] | None]:
         device = self.rows.device
         sequences = [c.sequence for c in chunks]
         table = self._tables(sequences)
@@ -105,15 +107,16 @@ class ModelRunner:
         )
         self._store_context(forward, forward.slots)
         picked = [i for i, c in enumerate(chunks) if c.samples]
-        out: list[int | None] = [None] * len(chunks)
+        out: list[list[int] | None] = [None] * len(chunks)
         if picked:
             last = (ends[picked] - 1).to(device)
             logits = self.net.target.logits(forward.hidden[last])
             rows = self._row_index([chunks[i].sequence for i in picked])
             at = torch.tensor([chunks[i].sequence.num_prompt for i in picked], device=device)
             tokens = sample(logits, self.rows.params.select(rows), at).tolist()
-            for i, token in zip(picked, tokens, strict=True):
-                out[i] = token
+            finite = logits.amax(dim=-1).isfinite().tolist()
+            for i, token, ok in zip(picked, tokens, finite, strict=True):
+                out[i] = [token] if ok else []
         return out
 
     def _draft(self, sequences: Items[Sequence]) -> Drafts:
@@ -169,7 +172,7 @@ class ModelRunner:
             logits = self.net.target.logits(forward.hidden)
             accepted = accept(logits, inputs.cu_seqlens_q, drafts, params, starts)
             self._store_context(forward, _kept_slots(forward.slots, accepted, lens))
-            counts = accepted.num_committed.tolist()
+            counts = torch.where(_all_finite(logits, lens), accepted.num_committed, 0).tolist()
             return [ids[:n] for ids, n in zip(accepted.token_ids.tolist(), counts, strict=True)]
 
     def _no_logits(self, sequences: Items[Sequence]) -> torch.Tensor:
@@ -234,3 +237,11 @@ def _kept_slots(slots: torch.Tensor, acceptance: Acceptance, lens: torch.Tensor)
     offset = offset - begin.repeat_interleave(lens, output_size=len(slots))
     limit = acceptance.num_committed.repeat_interleave(lens, output_size=len(slots))
     return torch.where(offset < limit, slots, -1)
+
+
+def _all_finite(logits: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """[R] bool: is the largest logit of every row of a request a number?"""
+    bad = (~logits.amax(dim=-1).isfinite()).long()
+    begin = lens.cumsum(0) - lens
+    total = torch.nn.functional.pad(bad.cumsum(0), (1, 0))
+    return total[begin + lens] == total[begin]

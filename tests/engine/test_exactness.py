@@ -4,11 +4,14 @@ Rule numbers are those of the design: 1 greedy equality, 2 keyed noise, 5 ends, 
 Rule 3 is in kernels/test_acceptance.py, rule 6 in test_draft_semantics.py.
 """
 
+from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine import FinishReason, Request, SamplingParams
+from engine import Completion, FinishReason, Request, RequestFailure, SamplingParams
+from engine.sequence import Sequence
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.drafts import EOS
 from tests.helpers.engines import complete, make_engine, outputs, prompts, requests, teach
@@ -245,3 +248,31 @@ def test_rule_7_stale_cache_contents_are_inert(
         kv.v.fill_(float("nan"))
     teach(engine, plain, 0.7)
     assert outputs(engine, requests(prompts(12))) == plain
+
+
+@pytest.mark.parametrize("at", ["prefill", "round"])
+def test_a_row_whose_logits_are_not_finite_fails_alone(
+    pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], at: str
+) -> None:
+    """Overflow in a low dtype once filled a batch with token 0 until max_tokens."""
+    engine = make_engine(*pair)
+    real = engine.runner._forward
+
+    def forward(
+        sequences: Items[Sequence], table: Any, cu: Any, lens: Items[int], *rest: Any
+    ) -> Any:
+        out = real(sequences, a, b, lens, *rest)
+        begin = 0
+        for sequence, n in zip(sequences, lens, strict=True):
+            if sequence.request.request_id == "2" and (at == "prefill") == (not sequence.decoding):
+                out.hidden[begin : begin + n] = float("nan")
+            begin += n
+        return out
+
+    engine.runner._forward = forward  # type: ignore[method-assign]
+    results = list(engine.run(requests(prompts(12))))
+    failed = [r for r in results if isinstance(r, RequestFailure)]
+    assert [(f.request.request_id, f.kind) for f in failed] == [("2", "engine")]
+    done = {r.request.request_id: r.token_ids for r in results if isinstance(r, Completion)}
+    assert done == {i: ids for i, ids in plain.items() if i != "2"}
+    assert engine.stats.kv_blocks_used == 0
