@@ -23,8 +23,8 @@ lint: .venv/.tested
 	$(BIN)/lint-imports --no-logo
 
 check: .venv/.tested
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not timing"
-	$(BIN)/pytest -q -m timing
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not alone"
+	$(BIN)/pytest -q -m alone
 	@# A process of its own: an out-of-bounds store in the interpreter takes its process down.
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/engine/kernels
 
