@@ -8,7 +8,9 @@ ROOT = Path(__file__).parents[1]
 def test_the_tree_lists_every_module() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     tree = text[text.index("## The tree") : text.index("## Develop")]
-    listed = {line.split()[0] for line in tree.splitlines() if line[:3].strip() and line.startswith("  ")}
+    listed = {
+        line.split()[0] for line in tree.splitlines() if line[:3].strip() and line.startswith("  ")
+    }
     for top in ("dspark_cli", "engine"):
         files = {p.relative_to(ROOT / top).as_posix() for p in (ROOT / top).rglob("*.py")}
         modules = {f for f in files if Path(f).name not in ("__init__.py", "__main__.py")}
