@@ -261,7 +261,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(
     def forward(
         sequences: Items[Sequence], table: Any, cu: Any, lens: Items[int], *rest: Any
     ) -> Any:
-        out = real(sequences, a, b, lens, *rest)
+        out = real(sequences, table, cu, lens, *rest)
         begin = 0
         for sequence, n in zip(sequences, lens, strict=True):
             if sequence.request.request_id == "2" and (at == "prefill") == (not sequence.decoding):
