@@ -17,6 +17,7 @@ from engine.request import (
     RequestFailure,
     Round,
     SamplingParams,
+    Timing,
 )
 from engine.telemetry import EngineStats
 
@@ -38,6 +39,7 @@ __all__ = [
     "RequestFailure",
     "Round",
     "SamplingParams",
+    "Timing",
 ]
 
 

@@ -9,10 +9,10 @@ import torch
 
 from engine import worker
 from engine.config import EngineConfig
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 from engine.kv.blocks import BlockPool
 from engine.locate import locate
-from engine.request import Completion, Request, RequestFailure, Round
+from engine.request import Completion, Request, RequestFailure, Round, SamplingParams, Timing
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import Rows
 from engine.scheduler import Scheduler
@@ -104,16 +104,37 @@ class Engine:
                     "use ids of the target's tokenizer",
                 )
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Output]:
+    def run(
+        self,
+        requests: Iterable[Request],
+        *,
+        speculate: bool = True,
+        max_num_seqs: int | None = None,
+    ) -> Iterator[Output]:
         """Yield each request as it finishes; pulls from `requests` only as rows free up.
 
         Closing the iterator early drops what is unfinished and leaves the engine usable.
+
+        Args:
+            requests: Consumed lazily; ids must differ.
+            speculate: False decodes plainly although there is a draft, at no cost of it.
+            max_num_seqs: Requests at once, for this run; at most the engine's own limit.
+
+        Raises:
+            ConfigError: `max_num_seqs` is out of range.
         """
+        most = self.limits.max_num_seqs
+        width = most if max_num_seqs is None else max_num_seqs
+        if not 1 <= width <= most:
+            raise ConfigError(
+                f"max_num_seqs must be in [1, {most}], what the engine was made for, got {width}"
+            )
         source, scheduler = iter(requests), self._scheduler
+        self._set_speculation(speculate and self._gamma > 0)
         try:
             more = True
             while True:
-                while more and scheduler.num_unfinished < self.limits.max_num_seqs:
+                while more and scheduler.num_unfinished < width:
                     request = next(source, None)
                     if request is None:
                         more = False
@@ -126,6 +147,23 @@ class Engine:
             scheduler.drop_all()
             self._count()
 
+    def top_logits(self, token_ids: Items[int], count: int = 2) -> list[tuple[int, float]]:
+        """The target's most likely next tokens, for judging near ties; no request may be running.
+
+        Args:
+            token_ids: A whole prefix, 1 to max_model_len - 1 tokens.
+            count: How many.
+
+        Returns:
+            (token id, logit), most likely first.
+        """
+        params = SamplingParams(max_tokens=1)
+        request = Request(request_id="", prompt_token_ids=tuple(token_ids), params=params)
+        for _ in self.run([request]):
+            pass
+        top = self.runner.first_logits[0].float().topk(count)
+        return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """One turn: prefill what fits, then one round of every decoding sequence."""
@@ -134,6 +172,7 @@ class Engine:
         if chunks := self._scheduler.prefill():
             for chunk in chunks:
                 if chunk.admitted:
+                    chunk.sequence.admitted = chunk.sequence.admitted or begin
                     self.runner.start(chunk.sequence)
             firsts = self.runner.prefill(chunks)
             for chunk, first in zip(chunks, firsts, strict=True):
@@ -146,6 +185,13 @@ class Engine:
         host = time.perf_counter() - begin - (self._busy() - busy)
         self.stats.seconds["host"] = self.stats.seconds.get("host", 0.0) + host
         return finished
+
+    def _set_speculation(self, speculate: bool) -> None:
+        """Switch between drafting and plain decoding, while nothing runs."""
+        if speculate != self.runner.speculating:
+            self.runner.speculating = speculate
+            # blocks computed while plain have no draft context
+            self._scheduler.pool.forget()
 
     def _add(self, request: Request) -> RequestFailure | None:
         try:
@@ -162,7 +208,8 @@ class Engine:
         return None
 
     def _round(self, batch: list[Sequence]) -> list[Output]:
-        lens = [min(self._gamma + 1, s.room(self.max_model_len)) for s in batch]
+        gamma = self._gamma if self.runner.speculating else 0
+        lens = [min(gamma + 1, s.room(self.max_model_len)) for s in batch]
         drafted = max(lens) > 1
         tokens = self.runner.speculate(batch, lens) if drafted else self.runner.plain(batch)
         finished: list[Output] = []
@@ -177,6 +224,7 @@ class Engine:
         if not tokens:
             return [self._fail(sequence)]
         kept, end = sequence.commit(tokens, self._eos, self.max_model_len)
+        sequence.commits.append((time.perf_counter(), kept))
         self.stats.output_tokens += kept
         if num_drafted is not None:
             if num_drafted:
@@ -227,6 +275,7 @@ class Engine:
             stop_reason=end.stop_reason,
             num_cached_tokens=sequence.num_cached_tokens or 0,
             rounds=tuple(sequence.rounds),
+            timing=Timing(sequence.admitted or 0.0, tuple(sequence.commits)),
         )
 
     def _busy(self) -> float:

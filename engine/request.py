@@ -132,6 +132,19 @@ class Completion:
     rounds: tuple[Round, ...]
     """One entry a draft round; empty without a draft. The first token comes from prefill."""
 
+    timing: "Timing"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When a request's tokens came: seconds on the clock of time.perf_counter."""
+
+    admitted: float
+    """First given a row."""
+
+    commits: tuple[tuple[float, int], ...]
+    """(time, tokens kept) of each step that gave it tokens, the prefill's first."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestFailure:

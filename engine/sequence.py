@@ -38,6 +38,11 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
     rounds: list[Round] = field(default_factory=list)
+    admitted: float | None = None
+    """Clock time of the first admission."""
+
+    commits: list[tuple[float, int]] = field(default_factory=list)
+    """(clock time, tokens kept) of each step that gave it tokens."""
 
     def __post_init__(self) -> None:
         """Start from the prompt."""

@@ -50,7 +50,12 @@ class ModelRunner:
         self.net = networks
         self.rows = rows
         self.seconds = seconds
-        self.taps = networks.draft.spec.taps if networks.draft is not None else ()
+        self.speculating = networks.draft is not None
+        """False: decode plainly, and make no draft context."""
+
+        self.first_logits = torch.empty(0)
+        """[requests, V] target logits behind the first tokens of the last prefill that had any."""
+
         self.last_confidence: torch.Tensor | None = None
         """[R, G] float32 confidence logits of the last draft; None without a head."""
 
@@ -110,7 +115,7 @@ class ModelRunner:
         out: list[list[int] | None] = [None] * len(chunks)
         if picked:
             last = (ends[picked] - 1).to(device)
-            logits = self.net.target.logits(forward.hidden[last])
+            logits = self.first_logits = self.net.target.logits(forward.hidden[last])
             rows = self._row_index([chunks[i].sequence for i in picked])
             at = torch.tensor([chunks[i].sequence.num_prompt for i in picked], device=device)
             tokens = sample(logits, self.rows.params.select(rows), at).tolist()
@@ -193,7 +198,9 @@ class ModelRunner:
         kv = self.net.target_kv
         batch = attention_batch(sequences, table, cu, query_lens, kv_lens, kv.kv_block_size)
         slots = slots_of(batch, positions)
-        hidden, taps = self.net.target.forward(token_ids, positions, slots, batch, kv, self.taps)
+        draft = self.net.draft
+        wanted = draft.spec.taps if draft is not None and self.speculating else ()
+        hidden, taps = self.net.target.forward(token_ids, positions, slots, batch, kv, wanted)
         return Forward(hidden, taps, positions, slots)
 
     def _store_context(self, forward: Forward, slots: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, RequestError
-from engine.request import Completion, FinishReason, Request, RequestFailure, Round
+from engine.request import Completion, FinishReason, Request, RequestFailure, Round, Timing
 from engine.telemetry import EngineStats
 
 EOS = 256
@@ -149,6 +149,7 @@ class FakeEngine:
             stop_reason=EOS if reason is FinishReason.STOP else None,
             num_cached_tokens=0,
             rounds=rounds,
+            timing=Timing(0.0, ()),
         )
 
     def _rounds(self, tokens: int) -> tuple[Round, ...]:

@@ -10,11 +10,26 @@ from typing import Any
 
 import pytest
 
-from engine import Completion, FinishReason, Request, RequestFailure, SamplingParams
+from engine import (
+    Completion,
+    ConfigError,
+    FinishReason,
+    Request,
+    RequestFailure,
+    SamplingParams,
+)
 from engine.sequence import Sequence
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.drafts import EOS
-from tests.helpers.engines import complete, make_engine, outputs, prompts, requests, teach
+from tests.helpers.engines import (
+    complete,
+    make_engine,
+    outputs,
+    prompts,
+    record_drafts,
+    requests,
+    teach,
+)
 from tests.helpers.reference import PlainTarget
 
 ARCHITECTURES = {
@@ -276,3 +291,44 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(
     done = {r.request.request_id: r.token_ids for r in results if isinstance(r, Completion)}
     assert done == {i: ids for i, ids in plain.items() if i != "2"}
     assert engine.stats.kv_blocks_used == 0
+
+
+def test_one_engine_decodes_drafted_and_plain_in_turn(
+    pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]]
+) -> None:
+    """Plain rounds make no draft context, so blocks they cached must not serve drafted ones."""
+    engine = make_engine(*pair, max_num_seqs=4)
+    many = requests(prompts(12))
+    seen = record_drafts(engine)
+    drafts = []
+    for speculate in (True, False, True, True):
+        seen.clear()
+        done = {}
+        for out in engine.run(many, speculate=speculate, max_num_seqs=3):
+            assert isinstance(out, Completion)
+            done[out.request.request_id] = out.token_ids
+        assert done == plain
+        drafts.append([(tokens, ids) for tokens, ids, _ in seen])
+    assert drafts[0]
+    assert drafts[1] == []
+    assert drafts[0] == drafts[2] == drafts[3]
+    with pytest.raises(ConfigError, match=r"in \[1, 4\]"):
+        list(engine.run(many, max_num_seqs=5))
+
+
+def test_timing_tells_every_token(pair: tuple[Path, Path]) -> None:
+    engine = make_engine(*pair)
+    for c in complete(engine, requests(prompts(6))).values():
+        times = [t for t, _ in c.timing.commits]
+        assert sum(n for _, n in c.timing.commits) == len(c.token_ids)
+        assert c.timing.commits[0][1] == 1
+        assert [c.timing.admitted, *times] == sorted([c.timing.admitted, *times])
+
+
+def test_top_logits_are_the_references(pair: tuple[Path, Path]) -> None:
+    engine, reference = make_engine(*pair), PlainTarget(pair[0])
+    prompt = prompts(1, seed=8)[0]
+    logits = reference.states(prompt)[1][-1]
+    top = engine.top_logits(prompt, 3)
+    assert [t for t, _ in top] == logits.topk(3).indices.tolist()
+    assert [x for _, x in top] == pytest.approx(logits.topk(3).values.tolist(), abs=1e-4)
