@@ -98,7 +98,7 @@ def test_confidences_are_the_references(real_pair: RealPair) -> None:
         {"max_num_seqs": 4},
         {"max_num_seqs": 32},
         {"max_num_seqs": 4, "max_num_batched_tokens": 64},
-        {"max_num_seqs": 8, "max_model_len": 448, "kv_cache_memory_bytes": 75_000_000},
+        {"max_num_seqs": 8, "max_model_len": 448, "kv_cache_memory_bytes": 40_000_000},
     ],
     ids=["4 at once", "32 at once", "prefill by 64", "preempted"],
 )
