@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,8 +14,9 @@ from engine.kv.blocks import BlockPool
 from engine.locate import locate
 from engine.request import Completion, Request, RequestFailure, Round, SamplingParams, Timing
 from engine.runner.model_runner import ModelRunner
+from engine.runner.pending import Pending
 from engine.runner.rows import Rows
-from engine.scheduler import Scheduler
+from engine.scheduler import Chunk, Scheduler
 from engine.sequence import End, Sequence
 from engine.telemetry import EngineStats
 from engine.text import StopMatcher, Tokenizer
@@ -25,6 +26,17 @@ Output = Completion | RequestFailure
 
 def _silent(_phase: str, _done: int, _total: int) -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way."""
+
+    members: list[tuple[Sequence, int]]
+    """Who gets a result, in order, and in which epoch of theirs."""
+
+    pending: Pending
+    is_round: bool
 
 
 class Engine:
@@ -73,6 +85,9 @@ class Engine:
             Rows(limits.max_num_seqs, width, loaded.at.device),
             self.stats.seconds,
         )
+        self._launched: list[Launched] = []
+        """Steps whose results the host has not taken in."""
+
         self.stats.drafted_at = [0] * self._gamma
         self.stats.accepted_at = [0] * self._gamma
         self.stats.kv_blocks_total = limits.num_blocks
@@ -140,10 +155,11 @@ class Engine:
                         more = False
                     elif (failure := self._add(request)) is not None:
                         yield failure
-                if scheduler.num_unfinished == 0:
+                if scheduler.num_unfinished == 0 and not self._launched:
                     return
                 yield from self.step()
         finally:
+            self._launched = []
             scheduler.drop_all()
             self._count()
 
@@ -166,30 +182,61 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """One turn: prefill what fits, then one round of every decoding sequence."""
-        begin, busy = time.perf_counter(), self._busy()
+        """One turn: launch a prefill and a round, then take in results.
+
+        On a CUDA device the results are those of the turn before: the host prepares a round while
+        the one before it runs. What a request gets past its end is dropped there.
+        """
+        begin, occupied = time.perf_counter(), self.runner.clock.occupied()
+        before, self._launched = self._launched, []
         finished: list[Output] = []
         if chunks := self._scheduler.prefill():
-            for chunk in chunks:
-                if chunk.admitted:
-                    chunk.sequence.admitted = chunk.sequence.admitted or begin
-                    self.runner.start(chunk.sequence)
-            firsts = self.runner.prefill(chunks)
-            for chunk, first in zip(chunks, firsts, strict=True):
-                self._scheduler.advance(chunk.sequence, chunk.start + chunk.count)
-                if first is not None:
-                    finished += self._commit(chunk.sequence, first, None)
+            self._prefill(chunks, begin)
+            finished += self._take_if_done()
         if batch := self._scheduler.decoding():
-            finished += self._round(batch)
+            epochs = [(s, s.epoch) for s in batch]
+            self._launched.append(Launched(epochs, self.runner.round(batch), True))
+            finished += self._take_if_done()
+        finished += self._take(before)
+        self.runner.clock.settle()
         self._count()
-        host = time.perf_counter() - begin - (self._busy() - busy)
+        host = time.perf_counter() - begin - (self.runner.clock.occupied() - occupied)
         self.stats.seconds["host"] = self.stats.seconds.get("host", 0.0) + host
+        return finished
+
+    def _prefill(self, chunks: list[Chunk], now: float) -> None:
+        """Launch prompt chunks; who ends its prompt may join a round of the same turn."""
+        if admitted := [c.sequence for c in chunks if c.admitted]:
+            self.runner.start(admitted)
+            for sequence in admitted:
+                sequence.admitted = sequence.admitted or now
+        pending = self.runner.prefill(chunks)
+        fresh = [(c.sequence, c.sequence.epoch) for c in chunks if c.samples]
+        for chunk in chunks:
+            self._scheduler.advance(chunk.sequence, chunk.start + chunk.count)
+        self._launched.append(Launched(fresh, pending, False))
+
+    def _take_if_done(self) -> list[Output]:
+        if self.runner.overlapped:
+            return []
+        launched, self._launched = self._launched, []
+        return self._take(launched)
+
+    def _take(self, launched: list["Launched"]) -> list[Output]:
+        """Commit the results of earlier launches; void ones are skipped."""
+        finished: list[Output] = []
+        for launch in launched:
+            with self.runner.clock.waiting():
+                results = launch.pending.wait()
+            for (sequence, epoch), (count, *ids) in zip(launch.members, results, strict=True):
+                if not sequence.ended and sequence.epoch == epoch:
+                    finished += self._commit(sequence, ids[:count], launch.is_round)
         return finished
 
     def _set_speculation(self, speculate: bool) -> None:
         """Switch between drafting and plain decoding, while nothing runs."""
-        if speculate != self.runner.speculating:
-            self.runner.speculating = speculate
+        if speculate != self.runner.steps.speculating:
+            self.runner.steps.speculating = speculate
             # blocks computed while plain have no draft context
             self._scheduler.pool.forget()
 
@@ -207,40 +254,32 @@ class Engine:
         )
         return None
 
-    def _round(self, batch: list[Sequence]) -> list[Output]:
-        gamma = self._gamma if self.runner.speculating else 0
-        lens = [min(gamma + 1, s.room(self.max_model_len)) for s in batch]
-        drafted = max(lens) > 1
-        tokens = self.runner.speculate(batch, lens) if drafted else self.runner.plain(batch)
-        finished: list[Output] = []
-        for sequence, new, verify_len in zip(batch, tokens, lens, strict=True):
-            finished += self._commit(sequence, new, verify_len - 1)
-        return finished
-
-    def _commit(
-        self, sequence: Sequence, tokens: Items[int], num_drafted: int | None
-    ) -> list[Output]:
-        """Append a step's tokens, none if it failed; `num_drafted` is None after prefill."""
+    def _commit(self, sequence: Sequence, tokens: Items[int], is_round: bool) -> list[Output]:
+        """Append a step's tokens, none if it failed."""
         if not tokens:
             return [self._fail(sequence)]
         kept, end = sequence.commit(tokens, self._eos, self.max_model_len)
         sequence.commits.append((time.perf_counter(), kept))
         self.stats.output_tokens += kept
-        if num_drafted is not None:
-            if num_drafted:
-                self._record(sequence, num_drafted, len(tokens), kept)
+        if is_round:
+            if self.runner.steps.speculating:
+                self._record(sequence, len(tokens), kept)
             # the last kept token is the next anchor: its KV is not there yet
             self._scheduler.advance(sequence, sequence.num_computed + kept)
         if end is None:
             return []
-        self._scheduler.retire(sequence)
+        self._retire(sequence)
         return [self._complete(sequence, end)]
 
-    def _record(self, sequence: Sequence, drafted: int, committed: int, kept: int) -> None:
+    def _retire(self, sequence: Sequence) -> None:
+        sequence.ended = True
+        self._scheduler.retire(sequence)
+
+    def _record(self, sequence: Sequence, committed: int, kept: int) -> None:
         """Count a draft round, after the cut."""
         accepted = min(committed - 1, kept)
-        if kept < committed:
-            drafted = kept  # the sequence ended inside the drafts; what follows was never output
+        # a sequence that ended inside the drafts never output what follows
+        drafted = kept if kept < committed else self._gamma
         sequence.rounds.append(Round(drafted, accepted, kept))
         stats = self.stats
         stats.rounds += 1
@@ -252,7 +291,7 @@ class Engine:
             stats.accepted_at[k] += k < accepted
 
     def _fail(self, sequence: Sequence) -> RequestFailure:
-        self._scheduler.retire(sequence)
+        self._retire(sequence)
         return RequestFailure(
             request=sequence.request,
             kind="engine",
@@ -277,9 +316,6 @@ class Engine:
             rounds=tuple(sequence.rounds),
             timing=Timing(sequence.admitted or 0.0, tuple(sequence.commits)),
         )
-
-    def _busy(self) -> float:
-        return sum(self.stats.seconds.get(p, 0.0) for p in ("prefill", "draft", "verify"))
 
     def _count(self) -> None:
         scheduler, stats = self._scheduler, self.stats

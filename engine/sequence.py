@@ -22,8 +22,9 @@ class End:
 class Sequence:
     """Mutable state of one request.
 
-    `num_computed` tokens have KV in target and draft caches. It decodes when all but the last
-    token, the anchor, are computed; a sequence without output still computes its whole prompt.
+    `num_computed` tokens have KV in target and draft caches, or will have before the next step
+    reads them. It decodes when all but the last token, the anchor, are computed; a sequence without
+    output computes its whole prompt, and its anchor may be known to the device only.
     """
 
     request: Request
@@ -31,6 +32,10 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     row: int = -1
+    epoch: int = 0
+    """Preemptions so far: results of steps launched in an earlier epoch are void."""
+
+    ended: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_published: int = 0
     """Leading blocks offered to the prefix cache."""
@@ -66,7 +71,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Has it an anchor, and KV for everything before it?"""
-        return self.num_output > 0 and self.num_computed == len(self.token_ids) - 1
+        return self.num_computed >= self.prefill_end
 
     def room(self, max_model_len: int) -> int:
         """Tokens it may still add; >= 1 while it runs."""

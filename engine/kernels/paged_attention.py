@@ -25,9 +25,11 @@ class AttentionBatch:
     cu_seqlens_q: torch.Tensor  # [R+1] int32, prefix sums of queries per request
     seq_lens: torch.Tensor  # [R] int32, KV tokens, queries included
     kv_block_size: int
-    query_lens: tuple[int, ...]  # host copy of the differences of cu_seqlens_q
-    kv_lens: tuple[int, ...]  # host copy of seq_lens
-    kv_index: tuple[slice | torch.Tensor, ...]  # host: where each request's KV lies, in order
+    max_query_len: int  # host bound of the differences of cu_seqlens_q
+    # what the reference needs to know on the host; empty on a CUDA device
+    query_lens: tuple[int, ...]  # copy of the differences of cu_seqlens_q
+    kv_lens: tuple[int, ...]  # copy of seq_lens
+    kv_index: tuple[slice | torch.Tensor, ...]  # where each request's KV lies, in order
 
 
 def locate_kv(

@@ -1,47 +1,57 @@
-"""Host lists to the tensors of one forward."""
+"""Who is in a step, and where their KV lies."""
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import torch
 
 from engine.kernels.paged_attention import AttentionBatch, locate_kv
-from engine.kernels.slot_mapping import slot_mapping
 from engine.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who is in a step. R requests, after padding to a graph tier."""
+
+    index: torch.Tensor  # [R] int64, their rows; padding points to the spare row
+    sequences: Items[Sequence]  # without padding; read only for attention's CPU reference
+
+
 def attention_batch(
-    sequences: Items[Sequence],
+    members: Members,
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    query_lens: Items[int],
-    kv_lens: Items[int],
+    seq_lens: torch.Tensor,
+    max_query_len: int,
     kv_block_size: int,
 ) -> AttentionBatch:
     """Describe who attends to what.
 
     Args:
-        sequences: R requests in batch order.
+        members: R requests.
         block_table: [R, M] int32.
         cu_seqlens_q: [R+1] int32.
-        query_lens: Queries per request.
-        kv_lens: KV tokens per request, its queries included.
+        seq_lens: [R] int32, KV tokens per request, its queries included; 0 for padding.
+        max_query_len: Most queries of one request.
         kv_block_size: S.
     """
-    device = block_table.device
+    query_lens: list[int] = []
+    kv_lens: list[int] = []
+    kv_index: list[slice | torch.Tensor] = []
+    if not block_table.is_cuda:
+        count = len(members.sequences)
+        query_lens, kv_lens = cu_seqlens_q.diff().tolist()[:count], seq_lens.tolist()[:count]
+        kv_index = [
+            locate_kv(s.block_ids, n, kv_block_size, block_table.device)
+            for s, n in zip(members.sequences, kv_lens, strict=True)
+        ]
     return AttentionBatch(
         block_table=block_table,
         cu_seqlens_q=cu_seqlens_q,
-        seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        seq_lens=seq_lens,
         kv_block_size=kv_block_size,
+        max_query_len=max_query_len,
         query_lens=tuple(query_lens),
         kv_lens=tuple(kv_lens),
-        kv_index=tuple(
-            locate_kv(s.block_ids, n, kv_block_size, device)
-            for s, n in zip(sequences, kv_lens, strict=True)
-        ),
+        kv_index=tuple(kv_index),
     )
-
-
-def slots_of(batch: AttentionBatch, positions: torch.Tensor) -> torch.Tensor:
-    """[T] int64 KV slots of a batch's tokens."""
-    return slot_mapping(batch.block_table, positions, batch.cu_seqlens_q, batch.kv_block_size)

@@ -4,6 +4,7 @@ Rule numbers are those of the design: 1 greedy equality, 2 keyed noise, 5 ends, 
 Rule 3 is in kernels/test_acceptance.py, rule 6 in test_draft_semantics.py.
 """
 
+import random
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import pytest
 from engine import (
     Completion,
     ConfigError,
+    Engine,
     FinishReason,
     Request,
     RequestFailure,
     SamplingParams,
 )
+from engine.kernels.acceptance import Drafts
+from engine.runner.batch import Members
 from engine.sequence import Sequence
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.drafts import EOS
@@ -265,26 +269,35 @@ def test_rule_7_stale_cache_contents_are_inert(
     assert outputs(engine, requests(prompts(12))) == plain
 
 
-@pytest.mark.parametrize("at", ["prefill", "round"])
+@pytest.mark.parametrize("at", ["prefill", "verify"])
 def test_a_row_whose_logits_are_not_finite_fails_alone(
     pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], at: str
 ) -> None:
     """Overflow in a low dtype once filled a batch with token 0 until max_tokens."""
     engine = make_engine(*pair)
-    real = engine.runner._forward
+    steps, target = engine.runner.steps, engine.runner.net.target
+    running: list[Items[Sequence]] = []
+    real_forward, real_step = target.forward, getattr(steps, at)
 
-    def forward(
-        sequences: Items[Sequence], table: Any, cu: Any, lens: Items[int], *rest: Any
-    ) -> Any:
-        out = real(sequences, table, cu, lens, *rest)
-        begin = 0
-        for sequence, n in zip(sequences, lens, strict=True):
-            if sequence.request.request_id == "2" and (at == "prefill") == (not sequence.decoding):
-                out.hidden[begin : begin + n] = float("nan")
-            begin += n
+    def step(members: Members, *rest: Any) -> Any:
+        running.append(members.sequences)
+        out = real_step(members, *rest)
+        running.pop()
         return out
 
-    engine.runner._forward = forward  # type: ignore[method-assign]
+    def forward(ids: Any, *rest: Any) -> Any:
+        hidden, taps = real_forward(ids, *rest)
+        begin = 0
+        for sequence, n in zip(
+            *((running[-1], rest[2].query_lens) if running else ((), ())), strict=True
+        ):
+            if sequence.request.request_id == "2":
+                hidden[begin : begin + n] = float("nan")
+            begin += n
+        return hidden, taps
+
+    setattr(steps, at, step)
+    target.forward = forward  # type: ignore[method-assign]
     results = list(engine.run(requests(prompts(12))))
     failed = [r for r in results if isinstance(r, RequestFailure)]
     assert [(f.request.request_id, f.kind) for f in failed] == [("2", "engine")]
@@ -332,3 +345,42 @@ def test_top_logits_are_the_references(pair: tuple[Path, Path]) -> None:
     top = engine.top_logits(prompt, 3)
     assert [t for t, _ in top] == logits.topk(3).indices.tolist()
     assert [x for _, x in top] == pytest.approx(logits.topk(3).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [None, 26])
+@pytest.mark.parametrize("hit_rate", [0.0, 0.7, 1.0])
+def test_rule_1_results_taken_in_a_round_late(
+    pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], blocks: int | None, hit_rate: float
+) -> None:
+    """As on a CUDA device: the next round is launched before the last one's result is known."""
+    per_block = 2 * 4 * 2 * 8 * 4 * (3 + 2)
+    memory = {} if blocks is None else {"kv_cache_memory_bytes": blocks * per_block}
+    engine = make_engine(*pair, max_num_seqs=5, max_model_len=64 if blocks else 256, **memory)
+    engine.runner.overlapped = True
+    engine._scheduler.lookahead *= 2
+    teach_late(engine, plain, hit_rate)
+    for _ in range(2):
+        assert outputs(engine, requests(prompts(12))) == plain
+    assert (engine.stats.preemptions > 0) == (blocks is not None)
+    done = complete(engine, requests(prompts(12), SamplingParams(max_tokens=7))).values()
+    assert all(c.token_ids == plain[c.request.request_id][:7] for c in done)
+    assert all(1 + sum(r.committed for r in c.rounds) == len(c.token_ids) for c in done)
+    assert engine.stats.kv_blocks_used == 0
+
+
+def teach_late(engine: Engine, answers: dict[str, tuple[int, ...]], hit_rate: float) -> None:
+    """As `teach`, from the position the device is at: the host does not know it yet."""
+    rng, real = random.Random(0), engine.runner._draft
+
+    def draft(members: Members) -> Drafts:
+        drafts = real(members)
+        ids = drafts.token_ids.clone()
+        at = engine.runner.rows.num_computed[members.index].tolist()
+        for r, s in enumerate(members.sequences):
+            rest = answers[s.request.request_id][at[r] + 1 - s.num_prompt :]
+            for k, token in zip(range(ids.shape[1]), rest, strict=False):
+                if rng.random() < hit_rate:
+                    ids[r, k] = token
+        return Drafts(ids, drafts.logits)
+
+    engine.runner._draft = draft  # type: ignore[method-assign]

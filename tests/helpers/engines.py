@@ -10,7 +10,7 @@ import torch
 
 from engine import Completion, Engine, EngineConfig, Request, SamplingParams
 from engine.kernels.acceptance import Drafts
-from engine.sequence import Sequence
+from engine.runner.batch import Members
 
 
 def make_engine(model: Path, draft: Path | None = None, **settings: Any) -> Engine:
@@ -67,10 +67,10 @@ def teach(
     rng = random.Random(seed)
     real: Callable[..., Drafts] = engine.runner._draft
 
-    def draft(sequences: Items[Sequence]) -> Drafts:
-        drafts = real(sequences)
+    def draft(members: Members) -> Drafts:
+        drafts = real(members)
         ids = drafts.token_ids.clone()
-        for r, s in enumerate(sequences):
+        for r, s in enumerate(members.sequences):
             rest = answers[s.request.request_id][s.num_output :]
             for k in range(ids.shape[1]):
                 if k < len(rest) and rng.random() < hit_rate:
@@ -85,10 +85,10 @@ def record_drafts(engine: Engine) -> list[tuple[list[int], list[int], torch.Tens
     seen: list[tuple[list[int], list[int], torch.Tensor | None]] = []
     real: Callable[..., Drafts] = engine.runner._draft
 
-    def draft(sequences: Items[Sequence]) -> Drafts:
-        drafts = real(sequences)
-        confidence = engine.runner.last_confidence
-        for r, s in enumerate(sequences):
+    def draft(members: Members) -> Drafts:
+        drafts = real(members)
+        confidence = engine.runner.steps.last_confidence
+        for r, s in enumerate(members.sequences):
             logits = None if confidence is None else confidence[r].clone()
             seen.append((list(s.token_ids), drafts.token_ids[r].tolist(), logits))
         return drafts

@@ -1,0 +1,223 @@
+"""What a prefill and a round compute, on the device: no host reads, so that rounds can be captured.
+
+Everything is read from and written to the rows. Padding members point to the spare row and have no
+tokens.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from engine.kernels.acceptance import Drafts, accept
+from engine.kernels.markov import scatter_logits
+from engine.kernels.sampling import sample
+from engine.kernels.slot_mapping import slot_mapping
+from engine.kernels.step_inputs import step_inputs
+from engine.kv.cache import PagedKV
+from engine.models.decoder import Decoder
+from engine.models.drafter import Drafter
+from engine.runner.batch import Members, attention_batch
+from engine.runner.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Networks:
+    """Target and draft with their caches; one block table addresses both."""
+
+    target: Decoder
+    target_kv: PagedKV
+    draft: Drafter | None = None
+    draft_kv: PagedKV | None = None
+    num_speculative_tokens: int = 0
+
+
+class Prompt(NamedTuple):
+    """A ragged prefill. T tokens, R requests; all tensors on the device."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    cu_seqlens_q: torch.Tensor  # [R+1] int32
+    seq_lens: torch.Tensor  # [R] int32, KV tokens after this chunk
+    max_query_len: int
+
+
+class Layout(NamedTuple):
+    """Where members continue. R requests."""
+
+    anchors: torch.Tensor  # [R] int64
+    starts: torch.Tensor  # [R] int64, the anchors' positions
+    live: torch.Tensor  # [R] bool, False for padding
+    block_table: torch.Tensor  # [R, M] int32
+
+
+class Steps:
+    """The device side of one process."""
+
+    def __init__(self, networks: Networks, rows: Rows) -> None:
+        """Take over networks and rows."""
+        self.net = networks
+        self.rows = rows
+        self.speculating = networks.draft is not None
+        """False: decode plainly, and make no draft context."""
+
+        self.last_confidence: torch.Tensor | None = None
+        """[R, G] float32 confidence logits of the last draft; None without a head."""
+
+    def prefill(self, members: Members, prompt: Prompt) -> torch.Tensor:
+        """Compute prompt chunks in target and draft caches; returns final hidden states [T, H]."""
+        batch = attention_batch(
+            members,
+            self.rows.block_table[members.index],
+            prompt.cu_seqlens_q,
+            prompt.seq_lens,
+            prompt.max_query_len,
+            self.net.target_kv.kv_block_size,
+        )
+        slots = self._slots(batch.block_table, prompt.positions, prompt.cu_seqlens_q)
+        hidden, taps = self.net.target.forward(
+            prompt.token_ids, prompt.positions, slots, batch, self.net.target_kv, self._taps()
+        )
+        self._store_context(taps, prompt.positions, slots)
+        return hidden
+
+    def first_tokens(
+        self, index: torch.Tensor, hidden: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample what follows finished prompts.
+
+        Args:
+            index: [R] int64, rows.
+            hidden: [R, H], final hidden states of the prompts' last tokens.
+            lengths: [R] int64, prompt lengths.
+
+        Returns:
+            Logits [R, V], and [R, 2] int64: 1 and the token, or 0 where logits are not finite.
+        """
+        logits = self.net.target.logits(hidden)
+        tokens = sample(logits, self.rows.params(index), lengths)
+        ok = logits.amax(dim=-1).isfinite().long()
+        return logits, torch.stack((ok, tokens), dim=1)
+
+    def draft(self, members: Members, *, sampled: bool) -> Drafts:
+        """Draft G tokens a request.
+
+        Args:
+            members: R requests.
+            sampled: Is any temperature > 0?
+        """
+        draft, kv = self.net.draft, self.net.draft_kv
+        assert draft is not None
+        assert kv is not None
+        gamma, num_reqs = self.net.num_speculative_tokens, len(members.index)
+        first = 0 if draft.spec.sample_from_anchor else 1
+        width = gamma + first
+        at = self._layout(members.index)
+        masks = torch.full(
+            (num_reqs, width - 1), draft.spec.mask_token_id, device=members.index.device
+        )
+        lens = torch.where(at.live, width, 0).int()
+        inputs = step_inputs(at.anchors, masks, at.starts, lens, num_reqs * width)
+        batch = attention_batch(
+            members,
+            at.block_table,
+            inputs.cu_seqlens_q,
+            torch.where(at.live, at.starts + width, 0).int(),
+            width,
+            kv.kv_block_size,
+        )
+        slots = self._slots(at.block_table, inputs.positions, inputs.cu_seqlens_q)
+        hidden = draft.forward(inputs.token_ids, inputs.positions, slots, batch, kv)
+        hidden = hidden.view(num_reqs, width, -1)[:, first:]
+        params = self.rows.params(members.index)
+        chain = draft.chain(hidden, at.anchors, params, at.starts, sampled=sampled)
+        self.last_confidence = draft.confidence(hidden, chain)
+        logits = chain.logits
+        if logits is not None:
+            vocab = self.net.target.spec.vocab_size
+            logits = scatter_logits(logits, draft.draft_to_target, vocab)
+        return Drafts(chain.token_ids, logits)
+
+    def verify(self, members: Members, drafts: Drafts | None) -> torch.Tensor:
+        """Check drafts, or decode one token without any, and move the rows on.
+
+        Args:
+            members: R requests.
+            drafts: All of them are checked; None decodes plainly.
+
+        Returns:
+            [R, 1+W] int64: how many tokens a request commits, in [1, W], then the tokens, -1 after
+            them; 0 where a logit that decides is not finite.
+        """
+        num_reqs, at = len(members.index), self._layout(members.index)
+        if drafts is None:
+            drafts = Drafts(at.anchors.new_empty((num_reqs, 0)), self._no_logits(num_reqs))
+        width = drafts.token_ids.shape[1] + 1
+        lens = torch.where(at.live, width, 0).int()
+        inputs = step_inputs(at.anchors, drafts.token_ids, at.starts, lens, num_reqs * width)
+        cu = inputs.cu_seqlens_q
+        batch = attention_batch(
+            members,
+            at.block_table,
+            cu,
+            torch.where(at.live, at.starts + width, 0).int(),
+            width,
+            self.net.target_kv.kv_block_size,
+        )
+        slots = self._slots(at.block_table, inputs.positions, cu)
+        hidden, taps = self.net.target.forward(
+            inputs.token_ids, inputs.positions, slots, batch, self.net.target_kv, self._taps()
+        )
+        logits = self.net.target.logits(hidden)
+        accepted = accept(logits, cu, drafts, self.rows.params(members.index), at.starts)
+        sound = _all_finite(logits.amax(dim=-1), cu) & at.live
+        counts = torch.where(sound, accepted.num_committed, 0)
+        self._store_context(taps, inputs.positions, _kept_slots(slots, cu, counts))
+        last = accepted.token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        anchors = torch.where(counts > 0, last, at.anchors)
+        self.rows.place(members.index, at.starts + counts, anchors)
+        return torch.cat((counts[:, None], accepted.token_ids), dim=1)
+
+    def _layout(self, index: torch.Tensor) -> Layout:
+        rows = self.rows
+        return Layout(
+            rows.anchor[index],
+            rows.num_computed[index],
+            index != rows.spare,
+            rows.block_table[index],
+        )
+
+    def _taps(self) -> tuple[int, ...]:
+        draft = self.net.draft
+        return draft.spec.taps if draft is not None and self.speculating else ()
+
+    def _slots(
+        self, block_table: torch.Tensor, positions: torch.Tensor, cu: torch.Tensor
+    ) -> torch.Tensor:
+        return slot_mapping(block_table, positions, cu, self.net.target_kv.kv_block_size)
+
+    def _store_context(
+        self, taps: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Taps of the tokens with a slot >= 0 become draft context."""
+        draft, kv = self.net.draft, self.net.draft_kv
+        if draft is not None and kv is not None and taps is not None:
+            draft.store_context(taps, positions, slots, kv)
+
+    def _no_logits(self, num_reqs: int) -> torch.Tensor:
+        vocab = self.net.target.spec.vocab_size
+        return torch.empty((num_reqs, 0, vocab), device=self.rows.device)
+
+
+def _kept_slots(slots: torch.Tensor, cu: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """[T] slots of committed inputs, -1 for rejected drafts: their hidden states mean nothing."""
+    token = torch.arange(len(slots), device=slots.device)
+    request = torch.searchsorted(cu[1:].long(), token, right=True).clamp(max=len(counts) - 1)
+    kept = token - cu[request] < counts[request]
+    return torch.where(kept & (token < cu[-1]), slots, -1)
+
+
+def _all_finite(largest: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+    """[R] bool from [T] largest logits: are those of every row of a request numbers?"""
+    bad = torch.nn.functional.pad((~largest.isfinite()).long().cumsum(0), (1, 0))
+    return bad[cu[1:].long()] == bad[cu[:-1].long()]
