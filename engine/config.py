@@ -49,6 +49,12 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse KV of equal prompt prefixes."""
 
+    synthetic_acceptance: float | None = None
+    """Commit this many tokens a round on average, whatever the target says: benchmarks only."""
+
+    enforce_eager: bool = False
+    """On cuda: launch every kernel of a round instead of replaying captured graphs."""
+
     threads: int | None = None
     """CPU threads; None: the cores this process may use."""
 
@@ -72,6 +78,11 @@ class EngineConfig:
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} must be >= 1, got {value}")
+        if self.synthetic_acceptance is not None and self.synthetic_acceptance < 1.0:
+            raise ConfigError(
+                f"--synthetic-acceptance must be >= 1, got {self.synthetic_acceptance}",
+                hint="a round commits at least the bonus token",
+            )
         if self.num_speculative_tokens is not None and self.draft is None:
             raise ConfigError(
                 "--num-speculative-tokens is set but there is no draft",

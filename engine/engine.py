@@ -11,7 +11,6 @@ from engine import worker
 from engine.config import EngineConfig
 from engine.errors import ConfigError, RequestError
 from engine.kv.blocks import BlockPool
-from engine.locate import locate
 from engine.request import Completion, Request, RequestFailure, Round, SamplingParams, Timing
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pending import Pending
@@ -56,12 +55,7 @@ class Engine:
         """
         begin = time.perf_counter()
         self.stats = EngineStats()
-        loaded = worker.load(
-            config,
-            locate(config.model, "target"),
-            locate(config.draft, "draft") if config.draft is not None else None,
-            on_progress or _silent,
-        )
+        loaded = worker.load(config, on_progress or _silent)
         self.config = replace(config, **loaded.at.settings)
         """The settings, with `auto` replaced by what was chosen."""
         self.tokenizer: Tokenizer = loaded.tokenizer
@@ -84,7 +78,9 @@ class Engine:
             loaded.networks,
             Rows(limits.max_num_seqs, width, loaded.at.device),
             self.stats.seconds,
+            use_graphs=loaded.at.device.type == "cuda" and not config.enforce_eager,
         )
+        self.runner.steps.synthetic_acceptance = config.synthetic_acceptance
         self._launched: list[Launched] = []
         """Steps whose results the host has not taken in."""
 

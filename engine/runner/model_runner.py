@@ -7,6 +7,7 @@ import torch
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
 from engine.runner.clock import Clock
+from engine.runner.graphs import Graphs, Kind
 from engine.runner.pending import Pending
 from engine.runner.rows import Rows
 from engine.runner.steps import Networks, Prompt, Steps
@@ -17,8 +18,10 @@ from engine.sequence import Sequence
 class ModelRunner:
     """One process's networks, caches and rows. Who runs, and for how long, its caller decides."""
 
-    def __init__(self, networks: Networks, rows: Rows, seconds: dict[str, float]) -> None:
-        """Take over networks, rows and the times to add to."""
+    def __init__(
+        self, networks: Networks, rows: Rows, seconds: dict[str, float], *, use_graphs: bool
+    ) -> None:
+        """Take over networks, rows and the times to add to; graphs need a CUDA device."""
         self.net = networks
         self.rows = rows
         self.steps = Steps(networks, rows)
@@ -26,6 +29,7 @@ class ModelRunner:
         self.overlapped = rows.device.type == "cuda"
         """Do launches return before their work is done?"""
 
+        self.graphs = Graphs(self.steps, rows.spare) if use_graphs else None
         self.first_logits = torch.empty(0)
         """[requests, V] target logits behind the first tokens of the last prefill that had any."""
 
@@ -60,17 +64,31 @@ class ModelRunner:
             that decides is not finite.
         """
         self._set_blocks(sequences)
+        if self.graphs is not None:
+            return self._replay(sequences, self.graphs)
         members = Members(self._index(sequences), sequences)
         drafts = None
         if self.steps.speculating:
             with self.clock.phase("draft"):
                 drafts = self._draft(members)
         with self.clock.phase("verify"):
-            return Pending(self.steps.verify(members, drafts))
+            return Pending(self.steps.verify(members, drafts, **_needs(sequences)))
 
     def _draft(self, members: Members) -> Drafts:
-        sampled = any(s.request.params.temperature > 0 for s in members.sequences)
-        return self.steps.draft(members, sampled=sampled)
+        return self.steps.draft(members, sampled=_needs(members.sequences)["sampled"])
+
+    def _replay(self, sequences: Items[Sequence], graphs: Graphs) -> Pending:
+        """The same round from captured graphs."""
+        tier = graphs.tier(len(sequences))
+        round_ = graphs.get(Kind(tier, self.steps.speculating, **_needs(sequences)))
+        graphs.load([s.row for s in sequences], tier)
+        if round_.draft is not None:
+            with self.clock.phase("draft"):
+                round_.draft.replay()
+            self.steps.last_confidence = round_.confidence
+        with self.clock.phase("verify"):
+            round_.verify.replay()
+        return Pending(round_.result[: len(sequences)])
 
     def _prompt(self, chunks: Items[Chunk]) -> Prompt:
         upload = self.rows.upload
@@ -111,3 +129,12 @@ class ModelRunner:
 
     def _index(self, sequences: Items[Sequence]) -> torch.Tensor:
         return self.rows.upload(torch.tensor([s.row for s in sequences]))
+
+
+def _needs(sequences: Items[Sequence]) -> dict[str, bool]:
+    """What sampling of a batch has to be able to do: `sampled` at all, and `filtered`."""
+    hot = [s.request.params for s in sequences if s.request.params.temperature > 0]
+    return {
+        "sampled": bool(hot),
+        "filtered": any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in hot),
+    }

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.kernels.acceptance import Drafts, accept
+from engine.kernels.acceptance import Acceptance, Drafts, accept
+from engine.kernels.noise import ACCEPT, uniform
 from engine.kernels.markov import scatter_logits
 from engine.kernels.sampling import sample
 from engine.kernels.slot_mapping import slot_mapping
@@ -60,6 +61,9 @@ class Steps:
         self.rows = rows
         self.speculating = networks.draft is not None
         """False: decode plainly, and make no draft context."""
+
+        self.synthetic_acceptance: float | None = None
+        """Tokens a round commits on average whatever the target says: for benchmarks only."""
 
         self.last_confidence: torch.Tensor | None = None
         """[R, G] float32 confidence logits of the last draft; None without a head."""
@@ -138,12 +142,16 @@ class Steps:
             logits = scatter_logits(logits, draft.draft_to_target, vocab)
         return Drafts(chain.token_ids, logits)
 
-    def verify(self, members: Members, drafts: Drafts | None) -> torch.Tensor:
+    def verify(
+        self, members: Members, drafts: Drafts | None, *, sampled: bool, filtered: bool
+    ) -> torch.Tensor:
         """Check drafts, or decode one token without any, and move the rows on.
 
         Args:
             members: R requests.
             drafts: All of them are checked; None decodes plainly.
+            sampled: Is any temperature > 0?
+            filtered: Has any of those top-k, top-p or min-p?
 
         Returns:
             [R, 1+W] int64: how many tokens a request commits, in [1, W], then the tokens, -1 after
@@ -169,9 +177,15 @@ class Steps:
             inputs.token_ids, inputs.positions, slots, batch, self.net.target_kv, self._taps()
         )
         logits = self.net.target.logits(hidden)
-        accepted = accept(logits, cu, drafts, self.rows.params(members.index), at.starts)
-        sound = _all_finite(logits.amax(dim=-1), cu) & at.live
-        counts = torch.where(sound, accepted.num_committed, 0)
+        params = self.rows.params(members.index)
+        accepted = accept(
+            logits, cu, drafts, params, at.starts, sampled=sampled, filtered=filtered
+        )
+        if self.synthetic_acceptance is not None:
+            accepted = synthesize(
+                accepted, drafts.token_ids, self.synthetic_acceptance, params.noise_key, at.starts
+            )
+        counts = torch.where(accepted.finite & at.live, accepted.num_committed, 0)
         self._store_context(taps, inputs.positions, _kept_slots(slots, cu, counts))
         last = accepted.token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         anchors = torch.where(counts > 0, last, at.anchors)
@@ -217,7 +231,30 @@ def _kept_slots(slots: torch.Tensor, cu: torch.Tensor, counts: torch.Tensor) -> 
     return torch.where(kept & (token < cu[-1]), slots, -1)
 
 
-def _all_finite(largest: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
-    """[R] bool from [T] largest logits: are those of every row of a request numbers?"""
-    bad = torch.nn.functional.pad((~largest.isfinite()).long().cumsum(0), (1, 0))
-    return bad[cu[1:].long()] == bad[cu[:-1].long()]
+def synthesize(
+    real: Acceptance,
+    draft_ids: torch.Tensor,
+    mean: float,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+) -> Acceptance:
+    """Pretend that `mean` tokens a round are committed: drafts, then the real bonus token.
+
+    Random weights accept nothing, so the speed of a round with acceptance has to be made up.
+
+    Args:
+        real: What was decided; its bonus token is kept.
+        draft_ids: [R, G] int64.
+        mean: Committed tokens a round on average, in [1, G+1].
+        keys: [R] int64, noise keys.
+        positions: [R] int64, the anchors' positions.
+    """
+    low = int(mean)
+    more = uniform(keys, positions, ACCEPT, 1) < mean - low
+    count = (low + more.long()).clamp(max=draft_ids.shape[1] + 1)
+    at = (real.num_committed - 1).clamp(min=0)[:, None]
+    bonus = real.token_ids.gather(1, at).clamp(min=0)
+    column = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
+    ids = torch.nn.functional.pad(draft_ids, (0, 1))
+    ids = torch.where(column == count[:, None] - 1, bonus, ids)
+    return Acceptance(torch.where(column < count[:, None], ids, -1), count, real.finite)
