@@ -63,7 +63,9 @@ class Engine:
         self.max_model_len = loaded.limits.max_model_len
         self._eos = loaded.eos_token_ids
         self._vocab_size = loaded.networks.target.spec.vocab_size
-        self._gamma = loaded.networks.num_speculative_tokens
+        self.gamma = loaded.networks.num_speculative_tokens
+        """Draft tokens a round; 0 without a draft."""
+
         limits = loaded.limits
         self._scheduler = Scheduler(
             BlockPool(limits.num_blocks),
@@ -84,8 +86,8 @@ class Engine:
         self._launched: list[Launched] = []
         """Steps whose results the host has not taken in."""
 
-        self.stats.drafted_at = [0] * self._gamma
-        self.stats.accepted_at = [0] * self._gamma
+        self.stats.drafted_at = [0] * self.gamma
+        self.stats.accepted_at = [0] * self.gamma
         self.stats.kv_blocks_total = limits.num_blocks
         self.stats.seconds["load"] = time.perf_counter() - begin
 
@@ -141,7 +143,7 @@ class Engine:
                 f"max_num_seqs must be in [1, {most}], what the engine was made for, got {width}"
             )
         source, scheduler = iter(requests), self._scheduler
-        self._set_speculation(speculate and self._gamma > 0)
+        self._set_speculation(speculate and self.gamma > 0)
         try:
             more = True
             while True:
@@ -155,9 +157,25 @@ class Engine:
                     return
                 yield from self.step()
         finally:
-            self._launched = []
-            scheduler.drop_all()
-            self._count()
+            self.abandon()
+
+    def submit(self, requests: Iterable[Request], *, speculate: bool = True) -> None:
+        """Queue requests for `step`, all at once; `run` is the way for anything but measuring."""
+        self._set_speculation(speculate and self.gamma > 0)
+        for request in requests:
+            if (failure := self._add(request)) is not None:
+                raise RequestError(failure.kind, failure.message)
+
+    def abandon(self) -> None:
+        """Drop every unfinished request; the engine is as new."""
+        self._launched = []
+        self._scheduler.drop_all()
+        self._count()
+
+    @property
+    def running(self) -> Items[Sequence]:
+        """Requests with a row, oldest first."""
+        return self._scheduler.running
 
     def top_logits(self, token_ids: Items[int], count: int = 2) -> list[tuple[int, float]]:
         """The target's most likely next tokens, for judging near ties; no request may be running.
@@ -275,7 +293,7 @@ class Engine:
         """Count a draft round, after the cut."""
         accepted = min(committed - 1, kept)
         # a sequence that ended inside the drafts never output what follows
-        drafted = kept if kept < committed else self._gamma
+        drafted = kept if kept < committed else self.gamma
         sequence.rounds.append(Round(drafted, accepted, kept))
         stats = self.stats
         stats.rounds += 1

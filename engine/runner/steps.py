@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from engine.kernels.acceptance import Acceptance, Drafts, accept
-from engine.kernels.noise import ACCEPT, uniform
 from engine.kernels.markov import scatter_logits
+from engine.kernels.noise import ACCEPT, uniform
 from engine.kernels.sampling import sample
 from engine.kernels.slot_mapping import slot_mapping
 from engine.kernels.step_inputs import step_inputs
@@ -178,9 +178,7 @@ class Steps:
         )
         logits = self.net.target.logits(hidden)
         params = self.rows.params(members.index)
-        accepted = accept(
-            logits, cu, drafts, params, at.starts, sampled=sampled, filtered=filtered
-        )
+        accepted = accept(logits, cu, drafts, params, at.starts, sampled=sampled, filtered=filtered)
         if self.synthetic_acceptance is not None:
             accepted = synthesize(
                 accepted, drafts.token_ids, self.synthetic_acceptance, params.noise_key, at.starts

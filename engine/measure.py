@@ -1,0 +1,233 @@
+"""How close a round comes to its matrix products: the numbers behind `dspark bench round`.
+
+The floor of a round is the time of its matrix products alone, on this engine's own weights, in one
+CUDA graph, measured in the same run: target and draft layers, both uses of the vocabulary head, the
+context projections and the Markov head's G products. A CPU has no graphs; there they are called.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from engine.engine import Engine
+from engine.kernels.linear import Linear
+from engine.models.layers import DecoderLayer
+from engine.request import Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """One batch size. Milliseconds per round."""
+
+    num_reqs: int
+    speculating: bool
+    wall: float
+    """Steady state: from one round's end to the next one's."""
+
+    draft: float
+    markov: float
+    """Part of `draft`, timed alone."""
+
+    verify: float
+    gap: float
+    """Wall time in which the device computed neither: waiting for the host."""
+
+    floor: float
+    """The matrix products alone."""
+
+    committed: float
+    """Tokens a request commits per round."""
+
+    kv_bytes: int
+    """K and V the target's attention reads per round, at the middle of the measured stretch."""
+
+    @property
+    def ratio(self) -> float:
+        """Wall time over the floor."""
+        return self.wall / self.floor
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all requests together, in the steady state."""
+        return self.num_reqs * self.committed / self.wall * 1e3
+
+
+def measure_round(
+    engine: Engine,
+    num_reqs: int,
+    *,
+    speculate: bool = True,
+    prompt_tokens: int = 128,
+    rounds: int = 60,
+    warmup: int = 12,
+) -> RoundTimes:
+    """Time rounds of `num_reqs` requests in the engine's own loop.
+
+    Args:
+        engine: Idle; made for at least `num_reqs` requests.
+        num_reqs: R.
+        speculate: False times plain steps.
+        prompt_tokens: Of each request; the prompts differ.
+        rounds: Rounds to time.
+        warmup: Rounds before them.
+    """
+    width = engine.gamma + 1 if speculate and engine.gamma else 1
+    params = SamplingParams(max_tokens=width * (warmup + rounds + 8), ignore_eos=True)
+    many = [
+        Request(
+            request_id=f"measure {i}",
+            prompt_token_ids=tuple((i * 7919 + j * 31) % 900 + 8 for j in range(prompt_tokens)),
+            params=params,
+        )
+        for i in range(num_reqs)
+    ]
+    engine.submit(many, speculate=speculate)
+    while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
+        engine.step()
+    for _ in range(warmup):
+        engine.step()
+    _synchronize(engine)
+    before, tokens = dict(engine.stats.seconds), engine.stats.output_tokens
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        engine.step()
+    _synchronize(engine)
+    wall = time.perf_counter() - begin
+    engine.runner.clock.settle()
+    after = engine.stats.seconds
+    spent = {p: after.get(p, 0.0) - before.get(p, 0.0) for p in ("draft", "verify")}
+    committed = (engine.stats.output_tokens - tokens) / rounds / num_reqs
+    kv = sum(len(s.token_ids) for s in engine.running)
+    engine.abandon()
+    each = 1e3 / rounds
+    return RoundTimes(
+        num_reqs=num_reqs,
+        speculating=width > 1,
+        wall=wall * each,
+        draft=spent["draft"] * each,
+        markov=_markov_ms(engine, num_reqs) if width > 1 else 0.0,
+        verify=spent["verify"] * each,
+        gap=max(wall - spent["draft"] - spent["verify"], 0.0) * each,
+        floor=floor_ms(engine, num_reqs, width),
+        committed=committed,
+        kv_bytes=kv * _kv_bytes_per_token(engine),
+    )
+
+
+def floor_ms(engine: Engine, num_reqs: int, width: int) -> float:
+    """Milliseconds of a round's matrix products alone.
+
+    Args:
+        engine: Whose weights.
+        num_reqs: R.
+        width: Target queries per request: 1 is a plain step, G+1 a full round.
+    """
+    return _time(engine, lambda: None, _round_products(engine, num_reqs, width))
+
+
+def _round_products(engine: Engine, num_reqs: int, width: int) -> list[tuple[Linear, int]]:
+    """(matrix, rows) of every product of a round, in order."""
+    net = engine.runner.net
+    products: list[tuple[Linear, int]] = []
+    draft, gamma = net.draft, net.num_speculative_tokens
+    if draft is not None and width > 1:
+        rows = num_reqs * (gamma + (0 if draft.spec.sample_from_anchor else 1))
+        products += _layer_products(draft.layers, rows)
+        products.append((draft.lm_head, num_reqs * gamma))
+        if draft.markov.w2 is not None:
+            products += [(draft.markov.w2, num_reqs)] * gamma
+    products += _layer_products(net.target.layers, num_reqs * width)
+    products.append((net.target.lm_head, num_reqs * width))
+    if draft is not None and width > 1:
+        products.append((draft.fc, num_reqs * width))
+        products += [(project, num_reqs * width) for project in draft.context_kv]
+    return products
+
+
+def _layer_products(layers: list[DecoderLayer], rows: int) -> list[tuple[Linear, int]]:
+    return [
+        (matrix, rows)
+        for layer in layers
+        for matrix in (layer.attention.qkv, layer.attention.o, layer.gate_up, layer.down)
+    ]
+
+
+def _markov_ms(engine: Engine, num_reqs: int) -> float:
+    """Milliseconds of the Markov chain of a greedy batch, alone."""
+    from engine.kernels.markov import markov_chain
+
+    net, device = engine.runner.net, engine.runner.rows.device
+    draft = net.draft
+    assert draft is not None
+    gamma, hidden = net.num_speculative_tokens, draft.spec.layers.hidden_size
+    dtype = net.target.embedding.dtype
+    base = torch.randn(num_reqs, gamma, draft.num_logits, device=device, dtype=dtype)
+    states = torch.randn(num_reqs, gamma, hidden, device=device, dtype=dtype)
+    index = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+    params = engine.runner.rows.params(index)
+
+    def chain() -> None:
+        markov_chain(
+            base, states, index, draft.markov, draft.draft_to_target, params, index, sampled=False
+        )
+
+    return _time(engine, chain, [])
+
+
+@torch.inference_mode()
+def _time(
+    engine: Engine, body: Callable[[], None], products: list[tuple[Linear, int]], repeats: int = 15
+) -> float:
+    """Median milliseconds of `body` and the products, replayed from one graph where there are any."""
+    device = engine.runner.rows.device
+    dtype = engine.runner.net.target.embedding.dtype
+    inputs = {
+        (m.in_features, rows): torch.randn(rows, m.in_features, device=device, dtype=dtype)
+        for m, rows in products
+    }
+
+    def work() -> None:
+        body()
+        for matrix, rows in products:
+            matrix(inputs[matrix.in_features, rows])
+
+    if device.type != "cuda":
+        return 1e3 * median(_wall(work) for _ in range(repeats))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def _wall(work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _synchronize(engine: Engine) -> None:
+    if engine.runner.rows.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _kv_bytes_per_token(engine: Engine) -> int:
+    kv = engine.runner.net.target_kv
+    return 2 * kv.k.shape[0] * kv.k.shape[2] * kv.k.shape[3] * kv.k.element_size()
