@@ -117,6 +117,20 @@ def measure_round(
     )
 
 
+def describe(engine: Engine) -> dict[str, str]:
+    """What was measured, on what."""
+    config, device = engine.config, engine.runner.rows.device
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "model": config.model,
+        "draft": config.draft or "none",
+        "dtype": config.dtype,
+        "gamma": str(engine.gamma),
+    }
+
+
 def floor_ms(engine: Engine, num_reqs: int, width: int) -> float:
     """Milliseconds of a round's matrix products alone.
 
@@ -181,7 +195,7 @@ def _markov_ms(engine: Engine, num_reqs: int) -> float:
 def _time(
     engine: Engine, body: Callable[[], None], products: list[tuple[Linear, int]], repeats: int = 15
 ) -> float:
-    """Median milliseconds of `body` and the products, replayed from one graph where there are any."""
+    """Median milliseconds of `body` and the products, from one graph where there are graphs."""
     device = engine.runner.rows.device
     dtype = engine.runner.net.target.embedding.dtype
     inputs = {
