@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_cli import backend
+from dspark_cli.progress import LoadProgress
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
