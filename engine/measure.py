@@ -220,14 +220,14 @@ def _time(
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(float(start.elapsed_time(end)))
     return median(times)
 
 

@@ -35,8 +35,8 @@ def attention_batch(
         max_query_len: Most queries of one request.
         kv_block_size: S.
     """
-    query_lens: list[int] = []
-    kv_lens: list[int] = []
+    # bounds are enough for the kernels; the reference takes lengths from the host
+    query_lens, kv_lens = [max_query_len], [block_table.shape[1] * kv_block_size]
     kv_index: list[slice | torch.Tensor] = []
     if not block_table.is_cuda:
         count = len(members.sequences)
@@ -50,7 +50,6 @@ def attention_batch(
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=seq_lens,
         kv_block_size=kv_block_size,
-        max_query_len=max_query_len,
         query_lens=tuple(query_lens),
         kv_lens=tuple(kv_lens),
         kv_index=tuple(kv_index),

@@ -279,9 +279,9 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(
     running: list[Items[Sequence]] = []
     real_forward, real_step = target.forward, getattr(steps, at)
 
-    def step(members: Members, *rest: Any) -> Any:
+    def step(members: Members, *rest: Any, **flags: Any) -> Any:
         running.append(members.sequences)
-        out = real_step(members, *rest)
+        out = real_step(members, *rest, **flags)
         running.pop()
         return out
 

@@ -50,7 +50,6 @@ def test_matches_a_loop_over_keys(causal: bool, window: int, scattered: bool) ->
         cu_seqlens_q=torch.tensor([0, 1, 6, 9], dtype=torch.int32),
         seq_lens=torch.tensor(kv_lens, dtype=torch.int32),
         kv_block_size=SIZE,
-        max_query_len=max(query_lens),
         query_lens=tuple(query_lens),
         kv_lens=tuple(kv_lens),
         kv_index=tuple(
@@ -81,7 +80,6 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
             torch.zeros(len(which) + 1, dtype=torch.int32),
             torch.zeros(len(which), dtype=torch.int32),
             SIZE,
-            3,
             tuple(lens[i][0] for i in which),
             tuple(lens[i][1] for i in which),
             tuple(slice(16 * i, 16 * i + lens[i][1]) for i in which),
