@@ -3,11 +3,17 @@
 import torch
 
 from engine.kernels.linear import Linear
-from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kv.cache import PagedKV
 from engine.models.config import TargetSpec
-from engine.models.layers import DecoderLayer, Placement, StepContext, Weights, make_rope_table
+from engine.models.layers import (
+    DecoderLayer,
+    Placement,
+    StepContext,
+    Stream,
+    Weights,
+    make_rope_table,
+)
 
 
 class Decoder:
@@ -65,13 +71,16 @@ class Decoder:
             Final-normed hidden states [T, H], and the taps side by side [T, len(taps) * H].
         """
         ctx = StepContext(self.rope[positions], slots, attention, kv)
-        x = self.embedding[token_ids]
-        tapped = [x] if 0 in taps else []
+        stream = Stream(self.embedding[token_ids], None)
+        tapped = []
         for i, layer in enumerate(self.layers):
-            x = layer(x, ctx, i)
-            if i + 1 in taps:
-                tapped.append(x)
-        hidden = rms_norm(x, self.norm, self.spec.layers.norm_eps)
+            normed, before = layer.enter(stream)
+            if i in taps:
+                tapped.append(before)
+            stream = layer(normed, before, ctx, i)
+        hidden, after = stream.enter(self.norm, self.spec.layers.norm_eps)
+        if len(self.layers) in taps:
+            tapped.append(after)
         return hidden, torch.cat(tapped, dim=-1) if taps else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

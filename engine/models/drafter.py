@@ -8,12 +8,19 @@ from engine.kernels.linear import Linear
 from engine.kernels.markov import Chain, MarkovWeights, markov_chain
 from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
-from engine.kernels.rope import rope
+from engine.kernels.rope import qk_norm_rope
 from engine.kernels.sampling import SamplingRows
 from engine.kv.cache import PagedKV
 from engine.models.config import DraftSpec
 from engine.models.decoder import Decoder
-from engine.models.layers import DecoderLayer, Placement, StepContext, Weights, make_rope_table
+from engine.models.layers import (
+    DecoderLayer,
+    Placement,
+    StepContext,
+    Stream,
+    Weights,
+    make_rope_table,
+)
 
 
 class Drafter:
@@ -135,9 +142,9 @@ class Drafter:
         cos_sin = self.rope[positions]
         for i, (layer, project) in enumerate(zip(self.layers, self.context_kv, strict=True)):
             k, v = project(context).view(len(positions), 2, -1, spec.head_dim).unbind(dim=1)
-            if layer.attention.k_norm is not None:
-                k = rms_norm(k, layer.attention.k_norm, spec.norm_eps)
-            kv.store(i, rope(k, cos_sin), v, slots)
+            # all heads are K heads here: num_q_heads 0
+            k = qk_norm_rope(k, None, layer.attention.k_norm, 0, spec.norm_eps, cos_sin)
+            kv.store(i, k, v, slots)
 
     def forward(
         self,
@@ -160,10 +167,16 @@ class Drafter:
             Final-normed hidden states [T, H].
         """
         ctx = StepContext(self.rope[positions], slots, attention, kv)
-        x = self.embedding[token_ids]
+        stream = Stream(self.embedding[token_ids], None)
         for i, layer in enumerate(self.layers):
-            x = layer(x, ctx, i, causal=self.spec.causal[i], window=self.spec.windows[i])
-        return rms_norm(x, self.norm, self.spec.layers.norm_eps)
+            stream = layer(
+                *layer.enter(stream),
+                ctx,
+                i,
+                causal=self.spec.causal[i],
+                window=self.spec.windows[i],
+            )
+        return stream.enter(self.norm, self.spec.layers.norm_eps)[0]
 
     def chain(
         self,

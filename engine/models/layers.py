@@ -1,15 +1,15 @@
 """Decoder layers that target and draft share: attention, gated MLP, pre-norm residuals."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from engine.kernels.activation import silu_mul
 from engine.kernels.linear import Linear
-from engine.kernels.norms import rms_norm
+from engine.kernels.norms import add_rms_norm, rms_norm
 from engine.kernels.paged_attention import AttentionBatch, paged_attention
-from engine.kernels.rope import inverse_frequencies, rope, rope_table
+from engine.kernels.rope import inverse_frequencies, qk_norm_rope, rope_table
 from engine.kv.cache import PagedKV
 from engine.models.config import LayersSpec
 
@@ -45,6 +45,19 @@ class StepContext:
     slots: torch.Tensor  # [T] int64
     attention: AttentionBatch
     kv: PagedKV
+
+
+class Stream(NamedTuple):
+    """A residual stream whose last term is still to be added: the next norm adds it on its way."""
+
+    residual: torch.Tensor  # [T, H]
+    delta: torch.Tensor | None  # [T, H]; None: nothing to add
+
+    def enter(self, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """RMS norm of the whole stream, and the whole stream; both [T, H]."""
+        if self.delta is None:
+            return rms_norm(self.residual, weight, eps), self.residual
+        return add_rms_norm(self.delta, self.residual, weight, eps)
 
 
 def make_rope_table(spec: LayersSpec, num_positions: int, device: torch.device) -> torch.Tensor:
@@ -90,11 +103,7 @@ class Attention:
         qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         heads = spec.num_heads
         q_k, v = qkv[:, : heads + spec.num_kv_heads], qkv[:, heads + spec.num_kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q_k[:, :heads], self.q_norm, spec.norm_eps)
-            k = rms_norm(q_k[:, heads:], self.k_norm, spec.norm_eps)
-            q_k = torch.cat((q, k), dim=1)
-        q_k = rope(q_k, ctx.cos_sin)
+        q_k = qk_norm_rope(q_k, self.q_norm, self.k_norm, heads, spec.norm_eps, ctx.cos_sin)
         ctx.kv.store(layer, q_k[:, heads:], v, ctx.slots)
         out = paged_attention(
             q_k[:, :heads],
@@ -131,11 +140,21 @@ class DecoderLayer:
         self.gate_up = Linear(torch.cat(gate_up), torch.cat(gate_up_bias) if gate_up_bias else None)
         self.down = Linear(take("mlp.down_proj.weight", (h, i)), bias("mlp.down_proj.bias", h))
 
+    def enter(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input norm: the normed input [T, H], and the residual stream before this layer."""
+        return stream.enter(self.input_norm, self.eps)
+
     def __call__(
-        self, x: torch.Tensor, ctx: StepContext, layer: int, *, causal: bool = True, window: int = 0
-    ) -> torch.Tensor:
-        """[T, H] residual stream to [T, H]."""
-        normed = rms_norm(x, self.input_norm, self.eps)
-        x = x + self.attention(normed, ctx, layer, causal=causal, window=window)
-        normed = rms_norm(x, self.post_norm, self.eps)
-        return x + self.down(silu_mul(self.gate_up(normed)))
+        self,
+        normed: torch.Tensor,
+        residual: torch.Tensor,
+        ctx: StepContext,
+        layer: int,
+        *,
+        causal: bool = True,
+        window: int = 0,
+    ) -> Stream:
+        """The layer's work on what `enter` gave."""
+        delta = self.attention(normed, ctx, layer, causal=causal, window=window)
+        normed, residual = add_rms_norm(delta, residual, self.post_norm, self.eps)
+        return Stream(residual, self.down(silu_mul(self.gate_up(normed))))
