@@ -39,26 +39,28 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(num_rows: int, vocab_size: int, rank: int, weight: torch.Tensor) -> Tiles:
-    """Tiles that keep W2 streaming: all rows in one or two programs, two tiles in flight."""
+def choose_tiles(
+    num_rows: int, vocab_size: int, rank: int, weight: torch.Tensor, *, sampled: bool
+) -> Tiles:
+    """Tiles that keep W2 streaming; with noise, small ones, which leave registers for it."""
     padded = max(16, triton.next_power_of_2(rank))
-    rows = min(128, max(16, triton.next_power_of_2(num_rows)))
+    rows = min(64 if sampled else 128, max(16, triton.next_power_of_2(num_rows)))
     if weight.dtype == torch.float32:
         # float32 products have no matrix unit: small ones, added up
         rows, vocab, step = min(rows, 32), 64, 32
     else:
         vocab, step = max(32, min(128, 16384 // padded)), padded
-    vocab = min(vocab, max(16, triton.next_power_of_2(vocab_size)))
-    # programs a processor holds beside each other, by the shared memory they take
-    fat, beside = rows > 64, 3 if rows <= 16 else 2 if rows <= 64 else 1
+    vocab = min(32 if sampled else vocab, max(16, triton.next_power_of_2(vocab_size)))
+    # programs a processor holds beside each other, by the shared memory and registers they take
+    beside = 4 if rows <= 16 else 2 if rows <= 64 else 1
     programs = max(1, _num_processors(weight.device) * beside // triton.cdiv(num_rows, rows))
     return Tiles(
         rows,
         vocab,
         min(step, padded),
         min(programs, triton.cdiv(vocab_size, vocab)),
-        num_warps=8 if fat else 4,
-        num_stages=2 if rows == 64 else 3,
+        num_warps=4 if sampled or rows <= 32 else 8,
+        num_stages=3 if sampled or rows > 64 else 2,
     )
 
 
@@ -98,7 +100,9 @@ class MarkovChain:
         self.anchors, self.draft_to_target, self.draws = anchors, draft_to_target, draws
         num_rows, gamma, vocab_size = base_logits.shape
         rank, device = w1.shape[1], base_logits.device
-        self.tiles = tiles or choose_tiles(num_rows, vocab_size, rank, w2)
+        self.tiles = tiles or choose_tiles(
+            num_rows, vocab_size, rank, w2, sampled=draws is not None
+        )
         self.token_ids = torch.empty((num_rows, gamma), dtype=torch.int64, device=device)
         self.prev_embeds = torch.empty((num_rows, gamma, rank), dtype=w1.dtype, device=device)
         shape = (num_rows, self.tiles.programs)

@@ -37,11 +37,7 @@ def unit(word):
 @triton.jit
 def fast_log(x):
     """log(x): absolute error 2e-7 near 1, relative elsewhere."""
-    if _INTERPRETED:
-        y = tl.log(x)
-    else:
-        y = libdevice.fast_logf(x)
-    return y
+    return tl.log(x) if _INTERPRETED else libdevice.fast_logf(x)
 
 
 @triton.jit

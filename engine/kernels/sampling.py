@@ -4,7 +4,7 @@ temperature, then top-k, top-p, min-p (each on what the one before left), renorm
 Equal probabilities are ordered by token id: of two equals the lower id stays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -22,6 +22,12 @@ class SamplingRows:
     top_p: torch.Tensor  # [R] float32
     min_p: torch.Tensor  # [R] float32
     noise_key: torch.Tensor  # [R] int64
+
+    def __post_init__(self) -> None:
+        """Kernels step through these with stride 1: a column of a table read wrong values once."""
+        for field in fields(self):
+            if not getattr(self, field.name).is_contiguous():
+                raise ValueError(f"{field.name}: expected a contiguous tensor")
 
     def select(self, index: torch.Tensor) -> "SamplingRows":
         """Rows at `index` [R'] int64; repeats allowed."""

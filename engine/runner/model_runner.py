@@ -118,9 +118,12 @@ class ModelRunner:
         if not fresh:
             return torch.empty((0, 2), dtype=torch.int64)
         last = upload(ends[fresh] - 1)
-        index = self._index([chunks[i].sequence for i in fresh])
-        lengths = upload(torch.tensor([chunks[i].sequence.num_prompt for i in fresh]))
-        self.first_logits, result = self.steps.first_tokens(index, hidden[last], lengths)
+        starters = [chunks[i].sequence for i in fresh]
+        index = self._index(starters)
+        lengths = upload(torch.tensor([s.num_prompt for s in starters]))
+        self.first_logits, result = self.steps.first_tokens(
+            index, hidden[last], lengths, **_needs(starters)
+        )
         self.rows.place(index, lengths, result[:, 1])
         return result
 

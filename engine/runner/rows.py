@@ -27,28 +27,25 @@ class Rows:
         self.block_table = zeros(num_rows, blocks_per_row, dtype=torch.int32)
         self.anchor = zeros(num_rows, dtype=torch.int64)
         self.num_computed = zeros(num_rows, dtype=torch.int64)
-        self._floats = zeros(num_rows, 3, dtype=torch.float32)
-        self._ints = zeros(num_rows, 2, dtype=torch.int64)
+        self._floats = zeros(3, num_rows, dtype=torch.float32)
+        self._ints = zeros(2, num_rows, dtype=torch.int64)
         self._num_blocks = [0] * num_rows
 
     def params(self, index: torch.Tensor) -> SamplingRows:
         """Sampling parameters of the rows at `index` [R] int64."""
-        floats, ints = self._floats[index], self._ints[index]
+        temperature, top_p, min_p = self._floats[:, index].unbind()
+        top_k, noise_key = self._ints[:, index].unbind()
         return SamplingRows(
-            temperature=floats[:, 0],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
-            top_k=ints[:, 0],
-            noise_key=ints[:, 1],
+            temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, noise_key=noise_key
         )
 
     def start(self, rows: Items[int], params: Items[SamplingParams], keys: Items[int]) -> None:
         """Bind requests to rows: their sampling parameters and noise keys."""
         index = self.upload(torch.tensor(list(rows)))
-        floats = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params])
-        ints = torch.tensor([[p.top_k, key] for p, key in zip(params, keys, strict=True)])
-        self._floats[index] = self.upload(floats)
-        self._ints[index] = self.upload(ints)
+        floats = [[getattr(p, f) for p in params] for f in ("temperature", "top_p", "min_p")]
+        ints = [[p.top_k for p in params], list(keys)]
+        self._floats[:, index] = self.upload(torch.tensor(floats))
+        self._ints[:, index] = self.upload(torch.tensor(ints))
         for row in rows:
             self._num_blocks[row] = 0
 

@@ -86,7 +86,13 @@ class Steps:
         return hidden
 
     def first_tokens(
-        self, index: torch.Tensor, hidden: torch.Tensor, lengths: torch.Tensor
+        self,
+        index: torch.Tensor,
+        hidden: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        sampled: bool,
+        filtered: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample what follows finished prompts.
 
@@ -94,12 +100,15 @@ class Steps:
             index: [R] int64, rows.
             hidden: [R, H], final hidden states of the prompts' last tokens.
             lengths: [R] int64, prompt lengths.
+            sampled: Is any temperature > 0?
+            filtered: Has any of those top-k, top-p or min-p?
 
         Returns:
             Logits [R, V], and [R, 2] int64: 1 and the token, or 0 where logits are not finite.
         """
         logits = self.net.target.logits(hidden)
-        tokens = sample(logits, self.rows.params(index), lengths)
+        params = self.rows.params(index)
+        tokens = sample(logits, params, lengths, sampled=sampled, filtered=filtered)
         ok = logits.amax(dim=-1).isfinite().long()
         return logits, torch.stack((ok, tokens), dim=1)
 

@@ -1,6 +1,7 @@
 """target_probs against a token-by-token definition; draws by key."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,3 +91,11 @@ def test_draws_follow_the_key_and_the_position() -> None:
         for k, p in [(10, 5), (9, 6), (11, 5), (9, 7)]
     ]
     assert sum(int(o) != int(first) for o in others) >= 3  # fails by chance with odds < 6e-6
+
+
+def test_strided_parameters_are_refused() -> None:
+    """Columns of a [R, 3] table once reached kernels that step with stride 1."""
+    table = torch.ones(4, 3)
+    good = params(1.0, 0, 1.0, 0.0)
+    with pytest.raises(ValueError, match="temperature: expected a contiguous tensor"):
+        SamplingRows(table[:, 0], good.top_k, good.top_p, good.min_p, good.noise_key)
