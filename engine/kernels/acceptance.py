@@ -6,16 +6,17 @@ Rejection sampling (Leviathan et al., 2023; Chen et al., 2023): draft k is accep
 
 At the first rejection the bonus token is drawn from max(target_probs - draft_probs, 0); when every
 checked draft stays, from the target. The output then has exactly the target's distribution, for any
-draft distribution.
+draft distribution. `engine.kernels.acceptance_triton` is the same without waiting for the GPU.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.acceptance_triton import accept_greedy_triton, accept_sampled_triton
 from engine.kernels.contract import Dims
 from engine.kernels.noise import ACCEPT, BONUS, uniform
-from engine.kernels.sampling import SamplingRows, draw, target_probs
+from engine.kernels.sampling import SamplingRows, draw, filtered_scores, target_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,9 @@ class Acceptance:
     """What one verify round commits. R requests, G = gamma."""
 
     token_ids: torch.Tensor  # [R, G+1] int64; row r holds num_committed[r] tokens, then -1
-    num_committed: torch.Tensor  # [R] int64 in [1, G+1]; accepted drafts plus the bonus token
+    num_committed: torch.Tensor  # [R] int64 in [1, G+1]: accepted drafts plus the bonus token;
+    # 0 for a padding row
+    finite: torch.Tensor  # [R] bool: the largest logit of each of its rows is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Drafts:
     """What the draft proposed."""
 
     token_ids: torch.Tensor  # [R, G] int64
-    logits: torch.Tensor | None  # [R, G, V] float32, before temperature; None if all are greedy
+    logits: torch.Tensor | None  # [R, G, V] before temperature; None if all are greedy
 
 
 def accept(
@@ -40,37 +43,112 @@ def accept(
     drafts: Drafts,
     params: SamplingRows,
     positions: torch.Tensor,
+    *,
+    sampled: bool = True,
+    filtered: bool = True,
 ) -> Acceptance:
     """Decide a round.
 
     Args:
         target_logits: [T, V]; request r owns rows cu[r] to cu[r+1]: its anchor, then its drafts.
-        cu_seqlens_q: [R+1] int32; at least one row a request, at most G+1.
+            Rows past the last request are padding.
+        cu_seqlens_q: [R+1] int32; at most G+1 rows a request, none for a padding row.
         drafts: What was drafted; only the first len-1 of a request are checked.
         params: R rows.
         positions: [R] int64, the anchors' positions.
+        sampled: False promises that every request is greedy.
+        filtered: False promises that no request has top-k, top-p or min-p.
+
+    Returns:
+        Tokens of the round. Where `finite` is False they mean nothing.
     """
     dims = Dims()
     dims.check("target_logits", target_logits, "T V")
     dims.check("cu_seqlens_q", cu_seqlens_q, "R+1", torch.int32)
     dims.check("draft_ids", drafts.token_ids, "R G", torch.int64)
     dims.check("positions", positions, "R", torch.int64)
+    if drafts.logits is not None:
+        dims.check("draft_logits", drafts.logits, "R G V")
+    if not target_logits.is_cuda:
+        return accept_ref(target_logits, cu_seqlens_q, drafts, params, positions, sampled=sampled)
+    return accept_triton(
+        target_logits, cu_seqlens_q, drafts, params, positions, sampled=sampled, filtered=filtered
+    )
+
+
+def accept_ref(
+    target_logits: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    drafts: Drafts,
+    params: SamplingRows,
+    positions: torch.Tensor,
+    *,
+    sampled: bool = True,
+) -> Acceptance:
+    """`accept` in torch: the definition a kernel is held to."""
     out = accept_greedy_ref(target_logits.argmax(dim=-1), cu_seqlens_q, drafts.token_ids)
-    sampled = (params.temperature > 0).nonzero()[:, 0]
-    if sampled.numel() == 0:
+    out.finite.copy_(_all_finite(target_logits, cu_seqlens_q))
+    if not sampled:
+        return out
+    rows = ((params.temperature > 0) & (cu_seqlens_q.diff() > 0)).nonzero()[:, 0]
+    if rows.numel() == 0:
         return out
     if drafts.logits is None:
         raise ValueError("drafts.logits: needed for rows with temperature > 0, got None")
-    part = accept_sampled_ref(target_logits, cu_seqlens_q, drafts, params, positions, rows=sampled)
-    out.token_ids[sampled] = part.token_ids
-    out.num_committed[sampled] = part.num_committed
+    part = accept_sampled_ref(target_logits, cu_seqlens_q, drafts, params, positions, rows=rows)
+    out.token_ids[rows] = part.token_ids
+    out.num_committed[rows] = part.num_committed
     return out
+
+
+def accept_triton(
+    target_logits: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    drafts: Drafts,
+    params: SamplingRows,
+    positions: torch.Tensor,
+    *,
+    sampled: bool = True,
+    filtered: bool = True,
+) -> Acceptance:
+    """`accept` without waiting; drafts without logits promise greedy requests as well."""
+    if target_logits.stride(-1) != 1:
+        target_logits = target_logits.contiguous()
+    if not sampled or drafts.logits is None:
+        return Acceptance(*accept_greedy_triton(target_logits, cu_seqlens_q, drafts.token_ids))
+    temperature = params.temperature
+    if filtered:
+        token = torch.arange(len(target_logits), device=target_logits.device)
+        request = torch.searchsorted(cu_seqlens_q[1:].long(), token, right=True)
+        request = request.clamp(max=len(temperature) - 1)
+        target_logits, _ = filtered_scores(target_logits, params.select(request))
+        temperature = (temperature > 0).float()
+    return Acceptance(
+        *accept_sampled_triton(
+            target_logits,
+            cu_seqlens_q,
+            drafts.token_ids,
+            drafts.logits,
+            temperature,
+            params.temperature,
+            params.noise_key,
+            positions,
+            (ACCEPT, BONUS),
+        )
+    )
+
+
+def _all_finite(logits: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+    """[R] bool: is the largest logit of every row of a request a number?"""
+    bad = (~logits.amax(dim=-1).isfinite()).long()
+    total = torch.nn.functional.pad(bad.cumsum(0), (1, 0))[cu_seqlens_q.long()]
+    return total.diff() == 0
 
 
 def accept_greedy_ref(
     target_ids: torch.Tensor, cu_seqlens_q: torch.Tensor, draft_ids: torch.Tensor
 ) -> Acceptance:
-    """Keep drafts while they are the target's own choice.
+    """Keep drafts while they are the target's own choice; `finite` is for the caller to fill.
 
     Args:
         target_ids: [T] int64, argmax of the target's logits.
@@ -79,13 +157,14 @@ def accept_greedy_ref(
     """
     begin, lens = cu_seqlens_q[:-1].long(), cu_seqlens_q.diff().long()
     column = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
-    at = begin[:, None] + torch.minimum(column, lens[:, None] - 1)
+    at = (begin[:, None] + torch.minimum(column, lens[:, None] - 1)).clamp(min=0)
     wanted = target_ids[at]  # [R, G+1]; past a request's rows: its last, never read
     ok = (wanted[:, :-1] == draft_ids) & (column[:-1] < lens[:, None] - 1)
-    num_committed = ok.long().cumprod(dim=1).sum(dim=1) + 1
+    num_committed = torch.where(lens > 0, ok.long().cumprod(dim=1).sum(dim=1) + 1, 0)
     return Acceptance(
         torch.where(column < num_committed[:, None], wanted, -1),
         num_committed,
+        torch.ones_like(lens, dtype=torch.bool),
     )
 
 
@@ -97,7 +176,7 @@ def accept_sampled_ref(
     positions: torch.Tensor,
     rows: torch.Tensor,
 ) -> Acceptance:
-    """Rejection sampling of the requests `rows` [R'] int64, all with temperature > 0."""
+    """Rejection sampling of the requests `rows` [R'] int64: temperature > 0, at least one row."""
     assert drafts.logits is not None
     params, positions = params.select(rows), positions[rows]
     begin, lens = cu_seqlens_q[rows].long(), cu_seqlens_q.diff().long()[rows]
@@ -119,7 +198,8 @@ def accept_sampled_ref(
     bonus = draw(weights, params.noise_key, positions + 1 + accepted, BONUS)
     token_ids = torch.nn.functional.pad(draft_ids, (0, 1))
     token_ids = torch.where(column < accepted[:, None], token_ids, -1)
-    return Acceptance(token_ids.scatter_(1, accepted[:, None], bonus[:, None]), accepted + 1)
+    token_ids = token_ids.scatter_(1, accepted[:, None], bonus[:, None])
+    return Acceptance(token_ids, accepted + 1, torch.ones_like(accepted, dtype=torch.bool))
 
 
 def count_accepted(

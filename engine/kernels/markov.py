@@ -9,6 +9,7 @@
              s' = sigmoid(u) s + (1 - sigmoid(u)) tanh(c)
 
 with e = W1[prev], prev_0 the anchor, s_0 = 0. Reads W2 once a position. After the DeepSpec heads.
+`engine.kernels.markov_triton` holds the kernels.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ import torch
 
 from engine.kernels.contract import Dims
 from engine.kernels.linear import Linear
+from engine.kernels.markov_triton import Draws, MarkovChain
 from engine.kernels.noise import DRAFT, gumbel
 from engine.kernels.sampling import SamplingRows
+from engine.kernels.sampling_triton import best_ids_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,10 @@ class MarkovWeights:
     w2: Linear | None  # r -> Vd
     inner: Linear | None  # gated: H+r -> r; rnn: 2r+H -> 3r
 
-    def step(
+    def features(
         self, prev_embed: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Bias of one position.
+        """What W2 takes at one position.
 
         Args:
             prev_embed: [R, r], W1 of the token before.
@@ -42,21 +45,20 @@ class MarkovWeights:
             state: [R, r], rnn only.
 
         Returns:
-            [R, Vd] bias and the next state.
+            f [R, r] and the next state.
         """
-        assert self.w2 is not None
         if self.kind == "vanilla":
-            return self.w2(prev_embed), None
+            return prev_embed, None
         assert self.inner is not None
         if self.kind == "gated":
             gate = self.inner(torch.cat((hidden, prev_embed), dim=-1)).sigmoid()
-            return self.w2(gate * prev_embed), None
+            return gate * prev_embed, None
         assert state is not None
         update, candidate, out = self.inner(torch.cat((state, prev_embed, hidden), dim=-1)).chunk(
             3, dim=-1
         )
         keep = update.sigmoid()
-        return self.w2(out.tanh()), keep * state + (1 - keep) * candidate.tanh()
+        return out.tanh(), keep * state + (1 - keep) * candidate.tanh()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Chain:
     """The chain's result."""
 
     token_ids: torch.Tensor  # [R, G] int64, target vocabulary
-    logits: torch.Tensor | None  # [R, G, Vd] float32 before temperature; None if all are greedy
+    logits: torch.Tensor | None  # [R, G, Vd] before temperature; None if all are greedy
     prev_embeds: torch.Tensor | None  # [R, G, r], W1 of each position's predecessor
 
 
@@ -96,18 +98,33 @@ def markov_chain(
     dims.check("hidden", hidden, "R G H")
     dims.check("anchors", anchors, "R", torch.int64)
     dims.check("positions", positions, "R", torch.int64)
-    prev, state = anchors, None
-    if weights.w1 is not None:
-        state = torch.zeros(
-            dims["R"], weights.w1.shape[1], device=hidden.device, dtype=hidden.dtype
-        )
+    impl = markov_chain_triton if base_logits.is_cuda else markov_chain_ref
+    return impl(
+        base_logits, hidden, anchors, weights, draft_to_target, params, positions, sampled=sampled
+    )
+
+
+def markov_chain_ref(
+    base_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    weights: MarkovWeights,
+    draft_to_target: torch.Tensor | None,
+    params: SamplingRows,
+    positions: torch.Tensor,
+    *,
+    sampled: bool,
+) -> Chain:
+    """`markov_chain` in torch: the definition a kernel is held to. Keeps logits in float32."""
+    prev, state = anchors, _first_state(weights, hidden)
     ids, kept, embeds = [], [], []
-    for k in range(dims["G"]):
+    for k in range(base_logits.shape[1]):
         logits = base_logits[:, k]
         if weights.w1 is not None:
+            assert weights.w2 is not None
             embed = weights.w1[prev]
-            bias, state = weights.step(embed, hidden[:, k], state)
-            logits = logits + bias
+            f, state = weights.features(embed, hidden[:, k], state)
+            logits = logits + weights.w2(f)
             embeds.append(embed)
         choice = _choose(logits, params, positions, k, draft_to_target) if sampled else None
         prev = logits.argmax(dim=-1) if choice is None else choice
@@ -121,6 +138,72 @@ def markov_chain(
         torch.stack(kept, dim=1) if sampled else None,
         torch.stack(embeds, dim=1) if embeds else None,
     )
+
+
+def markov_chain_triton(
+    base_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    weights: MarkovWeights,
+    draft_to_target: torch.Tensor | None,
+    params: SamplingRows,
+    positions: torch.Tensor,
+    *,
+    sampled: bool,
+) -> Chain:
+    """`markov_chain` fused; keeps logits in base_logits' dtype."""
+    if weights.w1 is None or weights.w2 is None:
+        return _independent_triton(base_logits, draft_to_target, params, positions, sampled)
+    if weights.w2.packed or weights.w2.bias is not None:
+        raise ValueError("weights.w2: the kernel takes a plain matrix without a bias")
+    draws = None
+    if sampled:
+        kept = torch.empty(base_logits.shape, dtype=base_logits.dtype, device=base_logits.device)
+        draws = Draws(params.temperature, params.noise_key, positions, kept, DRAFT)
+    chain = MarkovChain(base_logits, anchors, weights.w1, weights.w2.weight, draft_to_target, draws)
+    state, gamma = _first_state(weights, hidden), base_logits.shape[1]
+    for k in range(gamma):
+        f, state = weights.features(chain.next(k), hidden[:, k], state)
+        chain.step(k, f)
+    if gamma:
+        chain.next(gamma)
+    return Chain(chain.token_ids, draws.logits if draws else None, chain.prev_embeds)
+
+
+def _independent_triton(
+    base_logits: torch.Tensor,
+    draft_to_target: torch.Tensor | None,
+    params: SamplingRows,
+    positions: torch.Tensor,
+    sampled: bool,
+) -> Chain:
+    """No head: every position chooses by itself, all in two launches."""
+    num_reqs, gamma, vocab_size = base_logits.shape
+    rows = base_logits.reshape(-1, vocab_size)
+    if sampled:
+        at = positions[:, None] + 1 + torch.arange(gamma, device=positions.device)
+        ids = best_ids_triton(
+            rows,
+            params.temperature.repeat_interleave(gamma),
+            params.noise_key.repeat_interleave(gamma),
+            at.flatten(),
+            DRAFT,
+            positions.repeat_interleave(gamma),
+        )
+    else:
+        ids = best_ids_triton(rows)
+    if draft_to_target is not None:
+        ids = draft_to_target[ids]
+    return Chain(ids.view(num_reqs, gamma), base_logits if sampled else None, None)
+
+
+def _first_state(weights: MarkovWeights, hidden: torch.Tensor) -> torch.Tensor | None:
+    """[R, r] zeros, rnn only."""
+    if weights.kind != "rnn":
+        return None
+    assert weights.w1 is not None
+    shape = (hidden.shape[0], weights.w1.shape[1])
+    return torch.zeros(shape, device=hidden.device, dtype=hidden.dtype)
 
 
 def _choose(

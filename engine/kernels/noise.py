@@ -10,6 +10,7 @@ Streams are disjoint by construction; a draw is never used for two decisions.
 import torch
 
 from engine.kernels.contract import Dims
+from engine.kernels.noise_triton import gumbel_triton, uniform_triton
 
 DRAFT, ACCEPT, BONUS = 0, 1, 2
 """Streams: which draft token; whether it is accepted; what the target adds."""
@@ -62,6 +63,16 @@ def uniform(
     Returns:
         [...] float32.
     """
+    if keys.is_cuda:
+        at = torch.zeros_like(positions) + rounds
+        return uniform_triton(keys.contiguous(), positions.contiguous(), stream, at)
+    return uniform_ref(keys, positions, stream, rounds)
+
+
+def uniform_ref(
+    keys: torch.Tensor, positions: torch.Tensor, stream: int, rounds: torch.Tensor | int = 0
+) -> torch.Tensor:
+    """`uniform` in torch: the definition a kernel is held to."""
     zero = torch.zeros_like(positions)
     word = philox_ref(keys, zero, positions, zero + stream, zero + rounds)[0]
     return _to_unit(word)
@@ -89,8 +100,16 @@ def gumbel(
     dims = Dims()
     dims.check("keys", keys, "R", torch.int64)
     dims.check("positions", positions, "R", torch.int64)
-    quads = torch.arange((vocab_size + 3) // 4, device=keys.device)[None]
     at = torch.zeros_like(positions) if rounds is None else rounds
+    impl = gumbel_triton if keys.is_cuda else gumbel_ref
+    return impl(keys.contiguous(), positions.contiguous(), stream, vocab_size, at)
+
+
+def gumbel_ref(
+    keys: torch.Tensor, positions: torch.Tensor, stream: int, vocab_size: int, at: torch.Tensor
+) -> torch.Tensor:
+    """`gumbel` in torch: the definition a kernel is held to; `at` are the rounds."""
+    quads = torch.arange((vocab_size + 3) // 4, device=keys.device)[None]
     words = philox_ref(
         keys[:, None],
         quads,

@@ -15,11 +15,16 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.contract import Dims
+from engine.kernels.paged_attention_triton import paged_attention_triton
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Who attends to what, for every layer of one forward. R requests, T tokens, M blocks."""
+    """Who attends to what, for every layer of one forward. R requests, T tokens, M blocks.
+
+    The reference takes lengths from the host fields. The kernels take them from the tensors; there
+    the host fields are upper bounds of which only the largest counts, and kv_index may be empty.
+    """
 
     block_table: torch.Tensor  # [R, M] int32, KV block ids in order
     cu_seqlens_q: torch.Tensor  # [R+1] int32, prefix sums of queries per request
@@ -28,6 +33,16 @@ class AttentionBatch:
     query_lens: tuple[int, ...]  # host copy of the differences of cu_seqlens_q
     kv_lens: tuple[int, ...]  # host copy of seq_lens
     kv_index: tuple[slice | torch.Tensor, ...]  # host: where each request's KV lies, in order
+
+    @property
+    def max_query_len(self) -> int:
+        """No request has more queries."""
+        return max(self.query_lens, default=0)
+
+    @property
+    def max_kv_len(self) -> int:
+        """No request has more KV tokens."""
+        return max(self.kv_lens, default=0)
 
 
 def locate_kv(
@@ -74,6 +89,21 @@ def paged_attention(
     dims.check("v_cache", v_cache, "P K D", q.dtype)
     if dims["Q"] % dims["K"]:
         raise ValueError(f"q: {dims['Q']} heads are not a multiple of {dims['K']} KV heads")
+    if q.is_cuda:
+        return paged_attention_triton(
+            q,
+            k_cache,
+            v_cache,
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            kv_block_size=batch.kv_block_size,
+            max_query_len=batch.max_query_len,
+            max_kv_len=batch.max_kv_len,
+            scale=scale,
+            causal=causal,
+            window=window,
+        )
     return paged_attention_ref(
         q, k_cache, v_cache, batch, scale=scale, causal=causal, window=window
     )

@@ -10,6 +10,7 @@ import torch
 
 from engine.kernels.contract import Dims
 from engine.kernels.noise import BONUS, gumbel
+from engine.kernels.sampling_triton import best_ids_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +34,33 @@ class SamplingRows:
         )
 
 
-def target_probs(logits: torch.Tensor, params: SamplingRows) -> torch.Tensor:
-    """Distributions of sampled rows.
+def target_probs(
+    logits: torch.Tensor, params: SamplingRows, *, filtered: bool = True
+) -> torch.Tensor:
+    """Distributions of sampled rows; never waits for a GPU.
 
     Args:
         logits: [R, V], any float dtype.
-        params: R rows, every temperature > 0.
+        params: R rows. Rows with temperature 0 get some distribution; nobody reads it.
+        filtered: False promises that no row has top-k, top-p or min-p: no sort.
 
     Returns:
         [R, V] float32, rows sum to 1.
     """
     Dims().check("logits", logits, "R V")
-    return target_probs_ref(logits, params)
+    return target_probs_ref(logits, params, filtered=filtered)
 
 
-def target_probs_ref(logits: torch.Tensor, params: SamplingRows) -> torch.Tensor:
-    """`target_probs` in torch: the definition a kernel is held to."""
+def target_probs_ref(
+    logits: torch.Tensor, params: SamplingRows, *, filtered: bool = True
+) -> torch.Tensor:
+    """`target_probs` in torch, on any device: a sort is what it costs."""
     vocab = logits.shape[-1]
-    probs = (logits.float() / params.temperature[:, None]).softmax(dim=-1)
+    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
+    probs = (logits.float() / temperature[:, None]).softmax(dim=-1)
     unfiltered = (params.top_k <= 0) & (params.top_p >= 1.0) & (params.min_p <= 0.0)
-    if bool(unfiltered.all()):
+    # a GPU would have to be waited for: there the caller says so
+    if not filtered or (not logits.is_cuda and bool(unfiltered.all())):
         return probs
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=probs.device)
@@ -88,17 +96,54 @@ def draw(
     return (weights.log() + noise).argmax(dim=-1)
 
 
-def sample(logits: torch.Tensor, params: SamplingRows, positions: torch.Tensor) -> torch.Tensor:
+def filtered_scores(
+    logits: torch.Tensor, params: SamplingRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filters as scores: what an argmax with noise takes instead of logits, and its temperatures.
+
+    Args:
+        logits: [R, V].
+        params: R rows.
+
+    Returns:
+        [R, V] float32: log of `target_probs`, or the logits where temperature is 0; and [R]
+        float32, 1 or 0.
+    """
+    hot = params.temperature > 0
+    probs = target_probs(logits, params)
+    return torch.where(hot[:, None], probs.log(), logits.float()), hot.float()
+
+
+def sample(
+    logits: torch.Tensor,
+    params: SamplingRows,
+    positions: torch.Tensor,
+    *,
+    sampled: bool = True,
+    filtered: bool = True,
+) -> torch.Tensor:
     """The target's own token per row (no draft): greedy or drawn from the BONUS stream.
 
     Args:
         logits: [R, V].
         params: R rows.
         positions: [R] int64, position of the token sampled.
+        sampled: False promises that every row is greedy.
+        filtered: False promises that no row has top-k, top-p or min-p.
 
     Returns:
-        [R] int64.
+        [R] int64. Equal logits: the lowest id.
     """
+    dims = Dims()
+    dims.check("logits", logits, "R V")
+    dims.check("positions", positions, "R", torch.int64)
+    if not logits.is_cuda:
+        return sample_ref(logits, params, positions) if sampled else logits.argmax(dim=-1)
+    return sample_triton(logits, params, positions, sampled=sampled, filtered=filtered)
+
+
+def sample_ref(logits: torch.Tensor, params: SamplingRows, positions: torch.Tensor) -> torch.Tensor:
+    """`sample` in torch: the definition a kernel is held to."""
     tokens = logits.argmax(dim=-1)
     sampled = (params.temperature > 0).nonzero()[:, 0]
     if sampled.numel():
@@ -106,3 +151,20 @@ def sample(logits: torch.Tensor, params: SamplingRows, positions: torch.Tensor) 
         probs = target_probs(logits[sampled], rows)
         tokens[sampled] = draw(probs, rows.noise_key, positions[sampled], BONUS)
     return tokens
+
+
+def sample_triton(
+    logits: torch.Tensor,
+    params: SamplingRows,
+    positions: torch.Tensor,
+    *,
+    sampled: bool = True,
+    filtered: bool = True,
+) -> torch.Tensor:
+    """`sample` as two launches; with filters, torch's sort goes before them."""
+    if not sampled:
+        return best_ids_triton(logits)
+    scores, temperature = logits, params.temperature
+    if filtered:
+        scores, temperature = filtered_scores(logits, params)
+    return best_ids_triton(scores, temperature, params.noise_key, positions, BONUS)

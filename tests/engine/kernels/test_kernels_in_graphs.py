@@ -1,0 +1,65 @@
+"""Every op runs inside a CUDA graph: whatever waited for the GPU would fail the capture."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.kernels.activation import silu_mul
+from engine.kernels.markov import markov_chain
+from engine.kernels.norms import add_rms_norm, rms_norm
+from engine.kernels.rope import qk_norm_rope, rope
+from engine.kernels.sampling import sample
+from engine.kernels.slot_mapping import slot_mapping
+from engine.kernels.step_inputs import step_inputs
+from tests.engine.kernels.test_markov_kernels import Case
+
+pytestmark = pytest.mark.gpu
+
+
+def replayed(run: Callable[[], list[torch.Tensor]]) -> None:
+    """Eager and replayed results are equal, also after the outputs were overwritten."""
+    eager = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for x in out:
+        x.zero_()
+    graph.replay()
+    for a, b in zip(eager, out, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layer_ops() -> None:
+    x, w = torch.randn(5, 64, device="cuda"), torch.randn(64, device="cuda")
+    heads, angles = torch.randn(5, 4, 64, device="cuda"), torch.randn(5, 2, 32, device="cuda")
+    lens = torch.tensor([2, 0, 1], dtype=torch.int32, device="cuda")
+    ids = torch.randint(0, 9, (3, 4), device="cuda")
+    table = torch.zeros(3, 4, dtype=torch.int32, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        inputs = step_inputs(ids[:, 0], ids[:, 1:], ids[:, 1], lens, 8)
+        return [
+            rms_norm(x, w, 1e-5),
+            *add_rms_norm(x, x, w, 1e-5),
+            rope(heads, angles),
+            qk_norm_rope(heads, w, w, 3, 1e-5, angles),
+            silu_mul(x),
+            *inputs,
+            slot_mapping(table, inputs.positions, inputs.cu_seqlens_q, 16),
+        ]
+
+    replayed(run)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn"])
+def test_chain_and_sampling(kind: str, sampled: bool) -> None:
+    case = Case(kind, 5, 300, 20, torch.bfloat16)
+
+    def run() -> list[torch.Tensor]:
+        chain = markov_chain(*case.args(), sampled=sampled)  # type: ignore[arg-type]
+        own = sample(case.base[:, 0], case.params, case.positions, sampled=sampled)
+        return [chain.token_ids, own]
+
+    replayed(run)
