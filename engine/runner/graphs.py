@@ -69,9 +69,20 @@ class Graphs:
         self._captured: dict[Kind, Captured] = {}
         self._pool: Any = None
 
-    def tier(self, num_reqs: int) -> int:
-        """The smallest tier that holds `num_reqs` requests."""
-        return self._tiers[bisect_left(self._tiers, num_reqs)]
+    def kind(self, num_reqs: int, speculating: bool, sampled: bool, filtered: bool) -> Kind:
+        """The kind of round to use for `num_reqs` requests.
+
+        A captured tier up to twice the batch is preferred to capturing a closer one: at the end of
+        a run the batch shrinks through every tier, and each would be used a few times only.
+        """
+        fit = self._tiers[bisect_left(self._tiers, num_reqs)]
+        for tier in self._tiers[self._tiers.index(fit) :]:
+            kind = Kind(tier, speculating, sampled, filtered)
+            if tier > 2 * num_reqs:
+                break
+            if kind in self._captured:
+                return kind
+        return Kind(fit, speculating, sampled, filtered)
 
     def load(self, rows: Items[int], tier: int) -> None:
         """Say which rows are in the next round."""

@@ -7,7 +7,7 @@ import torch
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
 from engine.runner.clock import Clock
-from engine.runner.graphs import Graphs, Kind
+from engine.runner.graphs import Graphs
 from engine.runner.pending import Pending
 from engine.runner.rows import Rows
 from engine.runner.steps import Networks, Prompt, Steps
@@ -79,9 +79,9 @@ class ModelRunner:
 
     def _replay(self, sequences: Items[Sequence], graphs: Graphs) -> Pending:
         """The same round from captured graphs."""
-        tier = graphs.tier(len(sequences))
-        round_ = graphs.get(Kind(tier, self.steps.speculating, **_needs(sequences)))
-        graphs.load([s.row for s in sequences], tier)
+        kind = graphs.kind(len(sequences), self.steps.speculating, **_needs(sequences))
+        round_ = graphs.get(kind)
+        graphs.load([s.row for s in sequences], kind.tier)
         if round_.draft is not None:
             with self.clock.phase("draft"):
                 round_.draft.replay()

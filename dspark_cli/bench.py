@@ -1,0 +1,269 @@
+"""`dspark bench`: measure speed."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dspark_cli import backend
+from dspark_cli.bench_data import Prompts, make_prompts
+from dspark_cli.bench_settings import ThroughputOptions
+from dspark_cli.fingerprint import checkpoint_digest
+from dspark_cli.output import write_atomically
+from dspark_cli.parameters import as_parameters
+from dspark_cli.progress import LoadProgress
+from dspark_cli.sampling import effective
+from engine.config import EngineConfig
+from engine.errors import ConfigError, DSparkError
+from engine.request import FinishReason
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from evals.throughput import Plan
+    from evals.throughput_report import Result
+
+COMMANDS = {
+    "round": ("dspark_cli.bench_round:bench_round", "Rounds against their matrix products."),
+    "throughput": ("dspark_cli.bench:throughput", "Tokens/s over batch sizes, drafted and plain."),
+}
+
+
+def throughput(**values: Any) -> None:
+    """Measure output tokens/s at several batch sizes, drafted and plain, in one load.
+
+    Passes alternate (drafted, plain, plain, drafted) after a warm-up. Outputs end where the model
+    ends them, with the sampling given, unless --ignore-eos says otherwise. The table goes to
+    stderr; --output-json and --out hold every number. `--compare A B` measures nothing and prints
+    what changed between two runs.
+    """
+    given = ThroughputOptions(**values)
+    if given.compare is not None:
+        _compare(*given.compare, allow_different=given.allow_different)
+        return
+    given.check()
+    ThroughputRun(given).run()
+
+
+as_parameters(throughput, ThroughputOptions)
+
+
+def _compare(base: Path, new: Path, *, allow_different: bool) -> None:
+    from evals.compare import compare, read_run
+
+    typer.echo(compare(read_run(base), read_run(new), allow_different=allow_different), nl=False)
+
+
+class ThroughputRun:
+    """One `dspark bench throughput`, once its options are known to agree.
+
+    Args:
+        given: The options.
+
+    Raises:
+        ConfigError: An option is out of range, or the reports cannot be written.
+    """
+
+    def __init__(self, given: ThroughputOptions) -> None:
+        self.given = given
+        shared = given.generate_options()
+        self.config = shared.engine_config()
+        self.rules = shared.rules()
+        self.template = shared.template_text()
+        _ = given.data_name
+        if given.out is not None:
+            from evals.report import check_out
+
+            check_out(given.out, overwrite=given.overwrite)
+        if given.output_json not in (None, "-"):
+            _check_json(Path(given.output_json or ""))
+
+    def say(self, text: str) -> None:
+        """To people."""
+        if not self.given.quiet:
+            sys.stderr.write(f"dspark: {text}\n")
+            sys.stderr.flush()
+
+    def run(self) -> None:
+        """Measure and report."""
+        from evals.timeline import Timeline
+
+        timeline = Timeline(time.perf_counter, time.perf_counter())
+        engine = self._load()
+        timeline.lap("load")
+        prompts = make_prompts(
+            self.given,
+            self.rules,
+            self.template,
+            engine.tokenizer,
+        )
+        self._validate(engine, prompts)
+        settings = self._settings(engine, prompts)
+        self.say(_announce(settings, prompts))
+        timeline.lap("prompts")
+        result = self._measure(engine, prompts, timeline, settings)
+        self._report(result, engine.config)
+
+    def _load(self) -> "Engine":
+        progress = LoadProgress(self.given.quiet)
+        try:
+            return backend.load_engine(self.config, progress)
+        finally:
+            progress.close()
+
+    def _measure(
+        self, engine: "Engine", prompts: Prompts, timeline: Any, settings: dict[str, Any]
+    ) -> "Result":
+        from evals.throughput import crossover, measure
+        from evals.throughput_report import Result
+
+        plan = self._plan()
+        points = measure(engine, prompts.requests, plan, timeline, self.say)
+        result = Result(
+            points=tuple(points),
+            crossover=crossover(points),
+            settings=settings,
+            windows=timeline.totals(),
+        )
+        return replace(result, warnings=(*prompts.notes, *self._warnings(result)))
+
+    def _plan(self) -> "Plan":
+        from evals.throughput import Plan
+
+        return Plan(
+            max_num_seqs=self.given.widths,
+            pairs=self.given.pairs,
+            drafted=self.config.draft is not None,
+            num_prompts=self.given.num_prompts,
+        )
+
+    def _validate(self, engine: "Engine", prompts: Prompts) -> None:
+        """Refuse prompts that would fail in the middle of a measurement."""
+        for request in prompts.requests:
+            try:
+                engine.validate(request)
+            except DSparkError as error:
+                where = f"prompt {request.request_id} of {prompts.name}"
+                raise ConfigError(f"{where}: {error}", error.hint) from None
+
+    def _settings(self, engine: "Engine", prompts: Prompts) -> dict[str, Any]:
+        """What decides the numbers; `--compare` wants it equal."""
+        from evals.manifest import describe_device
+
+        config, draft = engine.config, self.config.draft
+        folder = backend.locate_checkpoint(config.model, "target")
+        device = describe_device(config.device)
+        return {
+            "model": config.model,
+            "model_digest": checkpoint_digest(folder),
+            "draft": draft,
+            "draft_digest": None
+            if draft is None
+            else checkpoint_digest(backend.locate_checkpoint(draft, "draft")),
+            "num_speculative_tokens": len(engine.stats.drafted_at) if draft else None,
+            "device": config.device,
+            "device_name": device.get("name") or device.get("machine"),
+            "threads": device.get("threads"),
+            "dtype": config.dtype,
+            "max_model_len": engine.max_model_len,
+            "max_num_batched_tokens": engine.limits.max_num_batched_tokens,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "data": prompts.name,
+            "data_sha256": prompts.sha256,
+            "prompts": self.given.num_prompts or "4 times the batch size, at least 8",
+            "pairs": self.given.pairs,
+            **effective(self.rules.params),
+        }
+
+    def _warnings(self, result: "Result") -> list[str]:
+        found = []
+        if self.rules.params.ignore_eos:
+            found.append(
+                "--ignore-eos: text after the end is forced; it is easier to draft, so acceptance "
+                "and speed-up are higher than in real use"
+            )
+        if self.given.is_random:
+            found.append("random prompts: acceptance and speed-up say nothing about real text")
+        if self.config.enable_prefix_caching:
+            found.append("prefix caching is on: passes may find prompts of the pass before")
+        for point in result.points:
+            if point.requests < 2 * point.max_num_seqs:
+                found.append(
+                    f"{point.requests} requests for a batch of {point.max_num_seqs}: mostly ramp "
+                    "and tail; give more --data"
+                )
+            unequal = [point.requests - pair.equal_outputs for pair in point.pairs]
+            if self.rules.params.temperature == 0 and any(unequal):
+                found.append(
+                    f"{max(unequal)} of {point.requests} greedy outputs differ from plain ones at "
+                    f"{point.max_num_seqs} at once (near ties of a low dtype, or a bug)"
+                )
+        found += _cut_share(result)
+        return found
+
+    def _report(self, result: "Result", config: EngineConfig) -> None:
+        from evals.manifest import manifest
+        from evals.report import SCHEMA_VERSION, write_report
+        from evals.throughput_report import report, summary, tables
+
+        body = summary(result)
+        if not self.given.quiet:
+            sys.stderr.write(f"\n{tables(body)}\n")
+        self.say(result.crossover.verdict)
+        spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.windows.items())
+        self.say(f"seconds: {spent}; all {sum(result.windows.values()):.1f}")
+        for warning in result.warnings:
+            self.say(f"note: {warning}")
+        made = manifest(
+            settings=result.settings,
+            inputs={"data": result.settings["data"], "sha256": result.settings["data_sha256"]},
+            device=config.device,
+        )
+        if self.given.output_json is not None:
+            head = {"schema": "dspark/bench-throughput", "schema_version": SCHEMA_VERSION}
+            _write_json(self.given.output_json, {**head, **body, "manifest": made})
+        if self.given.out is not None:
+            write_report(report(result, made), self.given.out)
+            self.say(f"wrote {self.given.out / 'report.html'} and what it is made from")
+
+
+def _announce(settings: dict[str, Any], prompts: Prompts) -> str:
+    ending = (
+        f"every output forced to {settings['max_tokens']} tokens (--ignore-eos)"
+        if settings["ignore_eos"]
+        else f"natural end of output, at most {settings['max_tokens']} tokens"
+    )
+    lengths = [len(request.prompt_token_ids) for request in prompts.requests]
+    return (
+        f"{settings['model']} with {settings['draft'] or 'no drafter'} on {settings['device']} in "
+        f"{settings['dtype']}; {len(lengths)} prompts of {prompts.name}, {min(lengths)} to "
+        f"{max(lengths)} tokens; temperature {settings['temperature']:g}, {ending}"
+    )
+
+
+def _cut_share(result: "Result") -> list[str]:
+    done = [d for p in result.points for made in (*p.drafted, *p.plain) for d in made.done]
+    cut = sum(d.finish_reason is FinishReason.LENGTH for d in done)
+    if not cut or result.settings["ignore_eos"]:
+        return []
+    return [f"{100 * cut / len(done):.0f} % of outputs were cut at --max-tokens"]
+
+
+def _check_json(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}", f"mkdir -p {path.parent}")
+
+
+def _write_json(name: str, value: dict[str, Any]) -> None:
+    data = json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
+    if name == "-":
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        write_atomically(Path(name), data)
+    except OSError as error:
+        raise DSparkError(f"cannot write {name}: {error.strerror}", "choose another name") from None

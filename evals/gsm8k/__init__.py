@@ -1,0 +1,1 @@
+"""GSM8K: grade-school word problems with one integer answer each."""

@@ -1,0 +1,1 @@
+"""SPEED-Bench: reading it, filling in its placeholders, playing its conversations."""

@@ -1,0 +1,48 @@
+"""The demo pair through `dspark eval`, as a user would: files, gates and exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HELDOUT = ROOT / "examples" / "demo" / "heldout.jsonl"
+
+pytestmark = pytest.mark.alone
+
+
+def dspark(*args: str) -> int:
+    command = [sys.executable, "-m", "dspark_cli", *args, "--quiet", "--device", "cpu"]
+    command += ["--threads", "1"]  # two spin where cores are shared
+    return subprocess.run(command, check=False, cwd=ROOT).returncode
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text("utf-8"))
+    return found
+
+
+def test_gsm8k_drafted_and_plain(tmp_path: Path) -> None:
+    """All 200 held-out problems in float32: at least 90 % both ways, no flip, no other token."""
+    gates = ["--gate", "acc>=0.9,acc_plain>=0.9,flips<=0,mcnemar>0.05,al>=4"]
+    given = ["eval", "gsm8k", "--model", "demo", "--data", str(HELDOUT), "--compare-plain"]
+    assert dspark(*given, *gates, "--out", str(tmp_path)) == 0
+    found = summary(tmp_path)
+    assert (found["rows"], found["error"], found["cut_at_the_limit"]) == (200, 0, 0)
+    assert found["paired"]["equal_outputs"] == 200
+    assert found["output_tokens"] == found["plain"]["output_tokens"]
+    accepted = found["acceptance"]
+    assert sum(accepted["histogram_of_committed"]) == accepted["rounds"]
+    assert found["output_tokens"] == accepted["committed"] + 200  # each row's first token
+    again = [*given, "--gate", "al>=8.5", "--out", str(tmp_path)]
+    assert dspark(*again) == 4
+    assert summary(tmp_path)["resumed_requests"] == 200
+
+
+def test_lossless_in_float32(tmp_path: Path) -> None:
+    given = ["eval", "lossless", str(HELDOUT), "--model", "demo", "--limit", "40"]
+    assert dspark(*given, "--out", str(tmp_path)) == 0
+    assert summary(tmp_path)["rows"] == {"equal": 40, "tie": 0, "bug": 0, "error": 0}
