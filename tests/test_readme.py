@@ -11,11 +11,11 @@ def test_the_tree_lists_every_module() -> None:
     listed = {
         line.split()[0] for line in tree.splitlines() if line[:3].strip() and line.startswith("  ")
     }
-    for top in ("dspark_cli", "engine"):
+    for top in ("dspark_cli", "engine", "evals"):
         files = {p.relative_to(ROOT / top).as_posix() for p in (ROOT / top).rglob("*.py")}
         modules = {f for f in files if Path(f).name not in ("__init__.py", "__main__.py")}
         assert modules <= listed, f"README lacks {sorted(modules - listed)}"
     for name in listed:
-        assert any((ROOT / top / name).exists() for top in ("dspark_cli", "engine", "examples")), (
-            f"README lists {name}, which is not there"
-        )
+        assert any(
+            (ROOT / top / name).exists() for top in ("dspark_cli", "engine", "evals", "examples")
+        ), f"README lists {name}, which is not there"
