@@ -25,6 +25,13 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     return Tokenizer.load(folder)
 
 
+def check_checkpoints(config: EngineConfig) -> None:
+    """Refuse what `load_engine` would refuse, from configs and headers alone."""
+    from engine.worker import check
+
+    check(config)
+
+
 def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> "Engine":
     """An engine with its weights."""
     from engine.engine import Engine

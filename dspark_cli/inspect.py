@@ -41,14 +41,15 @@ def inspect(
 ) -> None:
     """Tell what a checkpoint is, whether a draft fits it, and what memory they take.
 
-    Reads configs and tensor headers; needs no GPU. Exits with 2 if the pair does not fit.
+    Reads configs and tensor headers; needs no GPU. Exits with 2 if tensors are
+    missing or left over, or the pair does not fit.
     """
     report = describe(model, draft, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
         typer.echo("\n\n".join(_sections(report)))
-    if report["pair"] is not None and not report["pair"]["fits"]:
+    if any(report[part] and not report[part]["fits"] for part in ("tensors", "pair")):
         raise typer.Exit(2)
 
 
@@ -58,6 +59,10 @@ def _sections(report: dict[str, Any]) -> list[str]:
         parts.append(_table("Target", _target_rows(report["target"])))
     if report["draft"] is not None:
         parts.append(_table("Draft", _draft_rows(report["draft"])))
+    if report["tensors"] is not None and not report["tensors"]["fits"]:
+        parts.append(
+            f"Tensors\n  {report['tensors']['problem']}\n  hint: {report['tensors']['hint']}"
+        )
     if report["pair"] is not None:
         parts.append(_pair_text(report["pair"]))
     parts.append(_table(*_memory(report["memory"])))

@@ -63,6 +63,7 @@ class GenerateRun:
 
     def dry_run(self) -> int:
         """Report on the input; the exit code."""
+        backend.check_checkpoints(self.config)
         folder = backend.locate_checkpoint(self.config.model, "target")
         tokenizer = backend.load_tokenizer(folder)
         limit = context_length(folder, self.config.max_model_len)

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError, DSparkError
 from engine.locate import locate
 from engine.models.config import DraftSpec, LayersSpec, TargetSpec
 from engine.models.draft_config import draft_format, parse_draft
 from engine.models.headers import TensorHeader, read_headers, same_bytes, stored_dtype
-from engine.models.pair import check_pair
 from engine.models.target_config import is_target, parse_target
-from engine.text import Tokenizer
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 DEFAULT_MAX_NUM_SEQS = 32
@@ -47,7 +46,8 @@ def describe(
         max_model_len: Tokens per request; None: what the checkpoint allows.
 
     Returns:
-        Keys `target` and `draft` (None where absent), `pair` (None unless both) and `memory`.
+        Keys `target` and `draft` (None where absent), `pair` (None unless both), `tensors` (None
+        for a lone draft) and `memory`.
 
     Raises:
         CheckpointError: A checkpoint is not supported. A pair that does not fit is told in `pair`.
@@ -65,7 +65,8 @@ def describe(
     return {
         "target": None if target is None else _describe_target(target),
         "draft": None if drafter is None else _describe_draft(drafter, shared),
-        "pair": _describe_pair(target, drafter),
+        "pair": _describe_fit(model, target, draft) if draft is not None else None,
+        "tensors": _describe_fit(model, target, None),
         "memory": _plan(target, drafter, shared, max_num_seqs, max_model_len),
     }
 
@@ -161,16 +162,15 @@ def _compare(mine: TensorHeader | None, theirs: TensorHeader | None) -> str:
     return "equal" if theirs is not None and same_bytes(mine, theirs) else "own"
 
 
-def _describe_pair(target: _Found | None, draft: _Found | None) -> dict[str, Any] | None:
-    if target is None or draft is None:
+def _describe_fit(model: str, target: _Found | None, draft: str | None) -> dict[str, Any] | None:
+    """Would an engine take every tensor, and a pair together? None for a lone draft."""
+    if target is None:
         return None
-    assert isinstance(target.spec, TargetSpec)
-    assert isinstance(draft.spec, DraftSpec)
+    # torch only here: what the networks want is what they ask for when they are built
+    from engine import worker
+
     try:
-        tokenizer = Tokenizer.load(target.folder)
-        ships = (draft.folder / "tokenizer.json").exists()
-        own = Tokenizer.load(draft.folder) if ships else None
-        check_pair(target.spec, draft.spec, tokenizer, own)
+        worker.check(EngineConfig(model=model, draft=draft))
     except DSparkError as error:
         return {"fits": False, "problem": str(error), "hint": error.hint}
     return {"fits": True, "problem": None, "hint": None}

@@ -162,11 +162,7 @@ def _round_products(engine: Engine, num_reqs: int, width: int) -> list[tuple[Lin
 
 
 def _layer_products(layers: list[DecoderLayer], rows: int) -> list[tuple[Linear, int]]:
-    return [
-        (matrix, rows)
-        for layer in layers
-        for matrix in (layer.attention.qkv, layer.attention.o, layer.gate_up, layer.down)
-    ]
+    return [(matrix, rows) for layer in layers for matrix in layer.products]
 
 
 def _markov_ms(engine: Engine, num_reqs: int) -> float:

@@ -1,13 +1,15 @@
 """What a caller asks for and gets back; host data only."""
 
 import hashlib
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Beyond these, logits / temperature leaves float32, or every token is as likely as any other."""
 
 
 class FinishReason(Enum):
@@ -31,13 +33,13 @@ class SamplingParams:
     """
 
     temperature: float = 0.0
-    """>= 0; exactly 0 takes the most likely token, ties to the lowest id."""
+    """0, or in [0.001, 1000]; exactly 0 takes the most likely token, ties to the lowest id."""
 
     top_p: float = 1.0
     """(0, 1]; smallest set of most likely tokens whose probability reaches this."""
 
     top_k: int = 0
-    """>= 0; keep this many most likely tokens; 0 keeps all."""
+    """[0, 2**31); keep this many most likely tokens; 0 keeps all."""
 
     min_p: float = 0.0
     """[0, 1]; drop tokens less likely than this share of the most likely one."""
@@ -46,7 +48,7 @@ class SamplingParams:
     """[0, 2**63); noise is keyed by (seed, request id, sample, position)."""
 
     max_tokens: int = 1024
-    """>= 1; the context may end earlier."""
+    """[1, 2**31); the context may end earlier."""
 
     stop: tuple[str, ...] = ()
     """Strings that end the output; the text is cut before the match."""
@@ -60,12 +62,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Reject what cannot be sampled."""
         bounds = (
-            ("temperature", 0.0 <= self.temperature < math.inf, "a finite number >= 0"),
+            (
+                "temperature",
+                self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+                f"0 (greedy) or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]",
+            ),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, ">= 0 (0 keeps all)"),
+            ("top_k", 0 <= self.top_k <= MAX_COUNT, "in [0, 2**31) (0 keeps all)"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
             ("seed", 0 <= self.seed <= MAX_SEED, "in [0, 2**63)"),
-            ("max_tokens", self.max_tokens >= 1, ">= 1"),
+            ("max_tokens", 1 <= self.max_tokens <= MAX_COUNT, "in [1, 2**31)"),
             ("stop", all(self.stop), "without empty strings"),
             ("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
         )

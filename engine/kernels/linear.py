@@ -7,7 +7,14 @@ then runs at memory speed (SmolLM2-135M on two cores: 8 rows 26 ms instead of 79
 of 47), and gives every row the same bits whatever else is in the batch.
 """
 
+import os
+
 import torch
+
+# torch keeps one compiled oneDNN product per shape, up to 1024 of them at some 0.4 MB each; prompts
+# of many lengths then hold half a gigabyte. Rounds need a few dozen. Read at the first product.
+for _name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "128")
 
 _PACK_ROWS = 64
 """Row count the blocked layout is chosen for; the layout is the same for all row counts we use."""

@@ -64,7 +64,7 @@ class Drafter:
         if has("embed_tokens.weight"):
             own = take("embed_tokens.weight", spec.vocab_size, h)
             # most often a frozen copy: hold it once
-            self.embedding = target.embedding if torch.equal(own, target.embedding) else own
+            self.embedding = target.embedding if _same(own, target.embedding) else own
         self.lm_head = target.lm_head
         if has("lm_head.weight") or self.num_logits < spec.vocab_size:
             head = take("lm_head.weight", spec.draft_vocab_size, h)
@@ -94,7 +94,7 @@ class Drafter:
         """The checkpoint's head, or the target's where they are the same matrix."""
         theirs = target.embedding if target.spec.tie_embeddings else target.lm_head.weight
         comparable = target.spec.tie_embeddings or not target.lm_head.packed
-        if comparable and torch.equal(weight, theirs):
+        if comparable and _same(weight, theirs):
             return target.lm_head
         return Linear(weight[: self.num_logits])
 
@@ -217,3 +217,8 @@ class Drafter:
             assert chain.prev_embeds is not None
             features = torch.cat((features, chain.prev_embeds.float()), dim=-1)
         return (features @ self.confidence_weight[0]) + self.confidence_bias
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal values; what has no values yet is taken to differ."""
+    return not a.is_meta and torch.equal(a, b)

@@ -140,6 +140,11 @@ class DecoderLayer:
         self.gate_up = Linear(torch.cat(gate_up), torch.cat(gate_up_bias) if gate_up_bias else None)
         self.down = Linear(take("mlp.down_proj.weight", (h, i)), bias("mlp.down_proj.bias", h))
 
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """Its matrix products, in order."""
+        return self.attention.qkv, self.attention.o, self.gate_up, self.down
+
     def enter(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """Input norm: the normed input [T, H], and the residual stream before this layer."""
         return stream.enter(self.input_norm, self.eps)

@@ -194,6 +194,20 @@ class Checkpoint:
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Any:
         """The open file that holds a tensor of this shape and kind."""
+        header = self._check_header(name, shape, dtype)
+        if header.file not in self._files:
+            try:
+                opened = safe_open(str(header.file), framework="pt", device="cpu")
+                self._files[header.file] = self._stack.enter_context(opened)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"cannot read {header.file}: {error}", "download the checkpoint again"
+                ) from None
+        return self._files[header.file]
+
+    def _check_header(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
+    ) -> TensorHeader:
         header = self._header(name)
         if header.shape != tuple(shape):
             raise CheckpointError(
@@ -208,15 +222,7 @@ class Checkpoint:
                 f"got {header.dtype}",
                 "use an unquantised checkpoint",
             )
-        if header.file not in self._files:
-            try:
-                opened = safe_open(str(header.file), framework="pt", device="cpu")
-                self._files[header.file] = self._stack.enter_context(opened)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"cannot read {header.file}: {error}", "download the checkpoint again"
-                ) from None
-        return self._files[header.file]
+        return header
 
     def _deliver(
         self, name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str
@@ -233,6 +239,18 @@ class Checkpoint:
         self._done += self._headers[name].nbytes
         if self._on_progress is not None:
             self._on_progress(self._folder.name, self._done, self._total)
+
+
+class Outline(Checkpoint):
+    """The same ledger over headers alone: tensors come back without memory, on the meta device."""
+
+    def take(
+        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        """Check and mark one tensor, and stand in for it."""
+        self._check_header(name, shape, dtype)
+        self._mark(name)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _is_float(dtype: str) -> bool:

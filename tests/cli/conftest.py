@@ -83,6 +83,7 @@ def bench(
     make_checkpoints(tmp_path)
     monkeypatch.setattr(backend, "locate_checkpoint", fake.locate)
     monkeypatch.setattr(backend, "load_tokenizer", lambda _folder: fake.FakeTokenizer())
+    monkeypatch.setattr(backend, "check_checkpoints", lambda _config: None)
     monkeypatch.setattr(backend, "load_engine", fake.FakeEngine)
     fake.FakeEngine.loads = 0
 

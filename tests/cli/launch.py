@@ -8,5 +8,6 @@ from tests.cli import fake
 
 backend.locate_checkpoint = fake.locate
 backend.load_tokenizer = lambda folder: fake.FakeTokenizer()
+backend.check_checkpoints = lambda config: None
 backend.load_engine = partial(fake.FakeEngine, delay=float(os.environ.get("FAKE_DELAY", "0")))
 main.run()

@@ -1,8 +1,7 @@
 """`dspark inspect`: what a checkpoint is, whether a pair fits, what memory it takes."""
 
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,13 @@ import pytest
 
 from dspark_cli.inspect import human
 from dspark_cli.main import run
-from tests.helpers.checkpoints import edit_json, read_tensors, write_draft, write_target
+from tests.helpers.checkpoints import (
+    edit_json,
+    read_tensors,
+    write_draft,
+    write_target,
+    write_tensors,
+)
 
 EMBED = "model.embed_tokens.weight"
 
@@ -166,19 +171,6 @@ def test_swapped_arguments_say_so(
     assert "a target, not a drafter" in err
 
 
-def test_one_checkpoint_needs_no_torch(target: Path) -> None:
-    script = (
-        "import sys; from dspark_cli.main import run\n"
-        "try: run(['inspect', sys.argv[1], '--json'])\n"
-        "except SystemExit: pass\n"
-        "sys.stderr.write(str('torch' in sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(target)], capture_output=True, text=True, check=True
-    )
-    assert done.stderr == "False"
-
-
 @pytest.mark.parametrize(
     ("count", "text"),
     [
@@ -191,3 +183,33 @@ def test_one_checkpoint_needs_no_torch(target: Path) -> None:
 )
 def test_human_sizes(count: int, text: str) -> None:
     assert human(count) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_hidden_layers": 4}, "tensor model.layers.3.* is missing"),
+        ({"num_hidden_layers": 2}, "tensors are not part of the network"),
+        ({"intermediate_size": 48}, r"must have shape \[48, 32\]"),
+    ],
+)
+def test_tensors_that_do_not_match_the_config_are_told_and_exit_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: dict[str, int], problem: str
+) -> None:
+    """It once said `fits` of folders that loading refused."""
+    folder = write_target(tmp_path / "t", "LlamaForCausalLM")
+    edit_json(folder / "config.json", change)
+    report = as_json(capsys, folder, code=2)
+    assert report["tensors"]["fits"] is False
+    assert re.search(problem, report["tensors"]["problem"]), report["tensors"]["problem"]
+
+
+def test_a_draft_with_a_tensor_missing_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: Path
+) -> None:
+    draft = write_draft(tmp_path / "d")
+    tensors = read_tensors(draft)
+    del tensors["markov_head.markov_w1.weight"]
+    write_tensors(draft, tensors)
+    report = as_json(capsys, target, draft, code=2)
+    assert "markov_w1.weight is missing" in report["pair"]["problem"]

@@ -17,6 +17,7 @@ from engine import (
     Engine,
     FinishReason,
     Request,
+    RequestError,
     RequestFailure,
     SamplingParams,
 )
@@ -384,3 +385,37 @@ def teach_late(engine: Engine, answers: dict[str, tuple[int, ...]], hit_rate: fl
         return Drafts(ids, drafts.logits)
 
     engine.runner._draft = draft  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 2**63},
+        {"max_tokens": 0},
+        {"top_k": 10**20},
+        {"temperature": 1e39},
+        {"temperature": 1e-30},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"seed": 2**63},
+    ],
+)
+def test_values_that_no_tensor_holds_are_refused_with_their_bound(values: dict[str, Any]) -> None:
+    """One row with max_tokens 2**63 once ended the whole run with an OverflowError."""
+    (name,) = values
+    with pytest.raises(RequestError, match=rf"^{name} must be .*, got "):
+        SamplingParams(**values)
+
+
+def test_the_largest_values_run(pair: tuple[Path, Path]) -> None:
+    params = SamplingParams(
+        max_tokens=2**31 - 1, top_k=2**31 - 1, seed=2**63 - 1, temperature=1000.0, min_p=1.0
+    )
+    low = SamplingParams(max_tokens=8, temperature=0.001)
+    prompt = tuple(prompts(1)[0])
+    many = [
+        Request(request_id=str(i), prompt_token_ids=prompt, params=p)
+        for i, p in enumerate((params, low))
+    ]
+    done = complete(make_engine(*pair, max_model_len=64), many)
+    assert len(done["0"].token_ids) in range(1, 64 - len(prompt) + 1)
