@@ -53,10 +53,10 @@ def read_sharegpt(value: object) -> tuple[Message, ...]:
 
 
 def read_turns(value: object) -> tuple[Message, ...]:
-    """A list of user turns; only one, because later ones need the replies to earlier ones.
+    """A list of user turns, each to be answered before the next is asked.
 
     Raises:
-        RequestError: Kind `schema`, `empty` or `unsupported`.
+        RequestError: Kind `schema` or `empty`.
     """
     items = _list("turns", value)
     for at, item in enumerate(items):
@@ -64,13 +64,9 @@ def read_turns(value: object) -> tuple[Message, ...]:
             raise RequestError(
                 "schema", f"turns[{at}] must be a string, got {type_name(item)}", "fix turns"
             )
-    if len(items) > 1:
-        raise RequestError(
-            "unsupported",
-            f"{len(items)} turns need the replies in between",
-            "give messages with the earlier replies, or keep the first turn",
-        )
-    return _spoken("turns", ({"role": "user", "content": items[0]},))
+        if not item:
+            raise RequestError("empty", f"turns[{at}] holds no text", "give at least one character")
+    return tuple({"role": "user", "content": item} for item in items)
 
 
 def _list(name: str, value: object) -> list[Any]:

@@ -29,6 +29,8 @@ class InputReport:
     first_prompt: str | None = None
     raw_prompts: int = 0
     """Rows whose `prompt` is continued as it is."""
+    conversations: int = 0
+    """Rows with several turns, of which only the first has a known prompt."""
 
 
 def context_length(folder: Path, max_model_len: int | None) -> int | None:
@@ -95,10 +97,12 @@ def _examine_row(
         )
     report.lines += row.n
     report.raw_prompts += row.prompt.text is not None
+    report.conversations += bool(row.prompt.later)
     report.tokens[0] += count
     report.tokens[1] = max(report.tokens[1], count)
-    room = count + row.params.max_tokens if max_model_len is None else max_model_len
-    report.output_limit += row.n * min(row.params.max_tokens, room - count)
+    turns = 1 + len(row.prompt.later)
+    room = count + turns * row.params.max_tokens if max_model_len is None else max_model_len
+    report.output_limit += row.n * min(turns * row.params.max_tokens, room - count)
     if report.first_prompt is None:
         report.first_prompt = row.prompt.render(tokenizer, chat_template)
 
@@ -116,6 +120,8 @@ def print_report(report: InputReport) -> None:
         *(f"  {kind:<13} {count}" for kind, count in report.errors.most_common()),
         *(f"  {example}" for example in report.examples),
     ]
+    if report.conversations:
+        lines.append(f"conversations   {report.conversations} (prompts of the first turn counted)")
     if report.raw_prompts:
         lines.append(f"continued as is {report.raw_prompts} (a `prompt`; --chat asks it as a user)")
     if report.first_prompt is not None:

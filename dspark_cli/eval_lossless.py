@@ -143,6 +143,8 @@ def _requests(given: LosslessOptions, run: EvalRun, rows: Rows) -> tuple[list[Re
             if isinstance(fields.get("question"), str) and "prompt" not in fields:
                 fields = {"messages": [{"role": "user", "content": fields["question"]}]}
             row = read_row(fields, rules)
+            if row.prompt.later:
+                raise RequestError("unsupported", "the row has several turns", "keep the first")
             ids = encode_prompt(row.prompt, run.tokenizer, run.template)
         except RequestError as error:
             refused.append(Row(name, Kind.error, why=f"{error.kind}: {error}"))

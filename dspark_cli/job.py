@@ -1,9 +1,9 @@
 """The loop: rows in, requests to the engine, finished rows to the journal."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dspark_cli.interrupt import Interrupts, StopNow
@@ -19,6 +19,7 @@ from dspark_cli.rows import (
     encode_prompt,
     read_id,
     read_row,
+    turn_name,
 )
 from dspark_cli.sampling import effective
 from engine.errors import DSparkError, RequestError
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 
+_TURN_FIELDS = ("text", "token_ids", "finish_reason", "stop_reason", "usage", "spec")
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """One completion that is still to be made."""
+    """One output line that is still to be made, at the turn it has come to."""
 
     slot: int
     row_id: str | int
@@ -39,6 +43,25 @@ class Pending:
     params: SamplingParams
     key: str
     data: dict[str, Any]
+    answered: tuple[Completion, ...] = ()
+    """The turns before this one."""
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """Request id and sample of this turn."""
+        return turn_name(self.row_id, len(self.answered)), self.sample
+
+    @property
+    def at_turn(self) -> str:
+        """Which turn, as the start of a message; nothing if there is only one."""
+        turn = len(self.answered) + 1
+        turns = turn + len(self.prompt.later)
+        return f"turn {turn} of {turns}: " if turns > 1 else ""
+
+    def then(self, reply: Completion) -> "Pending":
+        """The next turn."""
+        prompt = self.prompt.then(reply.text)
+        return replace(self, prompt=prompt, answered=(*self.answered, reply))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +89,12 @@ class Tally:
     acceptance_sum: float = 0.0
     acceptance_rows: int = 0
 
-    def add(self, completion: Completion) -> None:
-        """Count a completion."""
-        self.finish[completion.finish_reason.value] += 1
-        if completion.rounds:
-            committed = sum(r.committed for r in completion.rounds)
-            self.acceptance_sum += committed / len(completion.rounds)
+    def add(self, turns: Sequence[Completion]) -> None:
+        """Count a line: the end of its last turn, the rounds of all."""
+        self.finish[turns[-1].finish_reason.value] += 1
+        rounds = [r for turn in turns for r in turn.rounds]
+        if rounds:
+            self.acceptance_sum += sum(r.committed for r in rounds) / len(rounds)
             self.acceptance_rows += 1
 
 
@@ -114,6 +137,8 @@ class Job:
         self._all_read = False
         self._seen: set[bytes] = set()
         self._in_flight: dict[tuple[str, int], Pending] = {}
+        self._ready: deque[Pending] = deque()
+        """Second and later turns that can be asked now."""
 
     @property
     def complete(self) -> bool:
@@ -150,10 +175,13 @@ class Job:
                 self._settle(result)
             self._flush_stdout()
         self._interrupts.rest()
-        if self._in_flight:
-            lost = next(iter(self._in_flight))
+        unfinished = list(self._in_flight.values())
+        if not self._interrupts.draining:
+            unfinished += self._ready
+        if unfinished:
             raise DSparkError(
-                f"the engine ended with {len(self._in_flight)} rows unfinished, {lost[0]!r} first",
+                f"the engine ended with {len(unfinished)} rows unfinished, "
+                f"{str(unfinished[0].row_id)!r} first",
                 "run the same command again: finished rows are kept",
             )
 
@@ -201,7 +229,10 @@ class Job:
         if entry.status is Status.FAILED:
             return "failed" not in rerun
         if entry.status is Status.TOO_LONG:
-            return "failed" not in rerun and entry.limit == (self._settings.max_model_len or 0)
+            same = entry.limit == (self._settings.max_model_len or 0)
+            # replies to earlier turns are part of the prompt: other limits make other lengths
+            same &= entry.tokens in (0, params.max_tokens)
+            return "failed" not in rerun and same
         if entry.status is Status.STOP:
             return entry.tokens <= params.max_tokens
         if "truncated" in rerun:
@@ -224,31 +255,41 @@ class Job:
             self.counts.kept += 1
         self._flush_stdout()
 
-    def _requests(self, engine: "Engine", pending: Iterator[Pending]) -> Iterator[Request]:
-        template = self._settings.chat_template
+    def _requests(self, engine: "Engine", pending: Iterator[Pending]) -> Iterator[Request | None]:
+        """Requests for the engine; None while only replies still to come can give more."""
         row: Prompt | None = None
         token_ids: tuple[int, ...] = ()
-        for item in pending:
+        while True:
+            # later turns come before new rows: their prefix is in the KV cache
+            item = self._ready.popleft() if self._ready else next(pending, None)
             if self._interrupts.draining:
                 self.exhausted = False
+                return
+            if item is None:
+                if any(going.prompt.later for going in self._in_flight.values()):
+                    yield None
+                    continue
                 return
             try:
                 if item.prompt is not row:  # samples of one row share their prompt
                     row = None
-                    token_ids = encode_prompt(item.prompt, self._tokenizer, template)
+                    token_ids = encode_prompt(
+                        item.prompt, self._tokenizer, self._settings.chat_template
+                    )
                     row = item.prompt
+                request_id, sample = item.name
                 request = Request(
-                    request_id=str(item.row_id),
+                    request_id=request_id,
                     prompt_token_ids=token_ids,
                     params=item.params,
-                    sample_index=item.sample,
+                    sample_index=sample,
                 )
                 engine.validate(request)
             except RequestError as error:
                 self._reject(item, error.kind, str(error), error.hint, retryable=False)
                 self._flush_stdout()
                 continue
-            self._in_flight[request.request_id, item.sample] = item
+            self._in_flight[item.name] = item
             self.counts.in_flight += 1
             yield request
 
@@ -262,23 +303,33 @@ class Job:
             hint = "--rerun failed tries it again" if result.retryable else ""
             self._reject(item, result.kind, result.message, hint, retryable=result.retryable)
             return
+        if item.prompt.later:
+            self._ready.append(item.then(result))
+            return
+        turns = (*item.answered, result)
+        rows = [completion_row(turn, item.row_id, self._settings.drafted) for turn in turns]
+        row = rows[-1]
+        if len(rows) > 1:
+            row["turns"] = [{name: turn[name] for name in _TURN_FIELDS} for turn in rows]
         record: dict[str, Any] = {"type": "row", "key": item.key, "data_key": data_key(item.data)}
         if item.data:
             record["data"] = item.data
-        record["row"] = completion_row(result, item.row_id, self._settings.drafted)
+        record["row"] = row
         self.slots.fill(item.slot, self._journal.append(record))
         self.counts.done += 1
-        self.tally.add(result)
+        self.tally.add(turns)
         if self._settings.keep_results:
-            self.results.append(result)
+            self.results.extend(turns)
 
     def _reject(
         self, item: Pending, kind: str, message: str, hint: str, *, retryable: bool
     ) -> None:
-        error = _error(item.row_id, kind, message, hint, retryable)
+        error = _error(item.row_id, kind, item.at_turn + message, hint, retryable)
         record: dict[str, Any] = {"type": "error", "key": item.key, "data_key": "0", "error": error}
         if kind == "too_long":
             record["max_model_len"] = self._settings.max_model_len or 0
+            if item.answered:
+                record["max_tokens"] = item.params.max_tokens
         self.slots.fill(item.slot, self._journal.append(record))
         self._count_failure(kind)
 

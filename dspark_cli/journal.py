@@ -43,6 +43,8 @@ class Entry:
     offset: int
     status: Status
     tokens: int
+    """Of the longest turn; for a turn that was too long, the max_tokens of those before it."""
+
     limit: int
     """The row's max_tokens; for a row that was too long, the context asked for (0: none)."""
 
@@ -260,12 +262,15 @@ class Journal:
         if kind == "row":
             self.has_completions = True
             row = record["row"]
-            status = Status.STOP if row["finish_reason"] == "stop" else Status.LENGTH
-            tokens = int(row["usage"]["completion_tokens"])
+            turns = row.get("turns", [row])  # one that was cut changes all that follow
+            stopped = all(turn["finish_reason"] == "stop" for turn in turns)
+            status = Status.STOP if stopped else Status.LENGTH
+            tokens = max(int(turn["usage"]["completion_tokens"]) for turn in turns)
             limit = int(row["sampling"]["max_tokens"])
         elif kind == "error":
             too_long = record["error"]["class"] == "too_long"
-            status, tokens = Status.TOO_LONG if too_long else Status.FAILED, 0
+            status = Status.TOO_LONG if too_long else Status.FAILED
+            tokens = int(record.get("max_tokens", 0))
             limit = int(record.get("max_model_len", 0))
         else:
             raise ValueError(f"unknown record {kind!r}")

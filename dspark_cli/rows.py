@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dspark_cli.conversation import Message, read_messages, read_sharegpt, read_turns
@@ -62,6 +62,13 @@ class Prompt:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    later: tuple[Message, ...] = ()
+    """User turns to ask after this one, each once the one before it is answered."""
+
+    def then(self, reply: str) -> "Prompt":
+        """The next turn's prompt, when `reply` answered this one."""
+        answered = (*self.messages, {"role": "assistant", "content": reply})
+        return replace(self, messages=(*answered, self.later[0]), later=self.later[1:])
 
     def encode(self, tokenizer: TextTokenizer, chat_template: str | None) -> tuple[int, ...]:
         """Token ids for the engine, which knows which ids there are.
@@ -86,9 +93,9 @@ class Prompt:
         return tokenizer.render_chat(list(self.messages), kwargs, chat_template)
 
     def brief(self) -> str:
-        """What was asked, for people."""
+        """What was asked (last, if there are several turns), for people."""
         if self.messages:
-            return self.messages[-1]["content"]
+            return (*self.messages, *self.later)[-1]["content"]
         return self.text if self.text is not None else f"{len(self.token_ids or ())} token ids"
 
     def identity(self) -> dict[str, Any]:
@@ -97,7 +104,8 @@ class Prompt:
             return {"token_ids": self.token_ids}
         if self.text is not None:
             return {"text": self.text}
-        return {"messages": self.messages, "template_kwargs": dict(self.template_kwargs)}
+        identity = {"messages": self.messages, "template_kwargs": dict(self.template_kwargs)}
+        return identity | ({"later": self.later} if self.later else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +154,11 @@ def encode_prompt(
     return token_ids
 
 
+def turn_name(row_id: str | int, turn: int) -> str:
+    """Request id of a row's turn, from 0; the first is the row's own, as if it were alone."""
+    return f"{row_id}\0turn {turn + 1}" if turn else str(row_id)
+
+
 def read_id(row: Mapping[str, Any]) -> str | int | None:
     """The row's own name, None if it has none.
 
@@ -166,6 +179,8 @@ def read_id(row: Mapping[str, Any]) -> str | int | None:
             raise RequestError(
                 "schema", f"{name} is empty", f"fill {name}, or leave it out to use the row's index"
             )
+        if "\0" in str(value):  # it sets a turn's number apart, see turn_name
+            raise RequestError("schema", f"{name} holds the character NUL", f"fix {name}")
         return value
     return None
 
@@ -244,7 +259,9 @@ def _take_prompt(row: dict[str, Any], rules: RowRules, wanted: tuple[str, ...]) 
         prompt = Prompt(token_ids=_token_ids(value))
     else:
         read = {"messages": read_messages, "turns": read_turns, "conversations": read_sharegpt}
-        return Prompt(messages=read[name](value), template_kwargs=kwargs)
+        messages = read[name](value)
+        now = 1 if name == "turns" else len(messages)
+        return Prompt(messages=messages[:now], template_kwargs=kwargs, later=messages[now:])
     if kwargs != dict(rules.template_kwargs):
         raise RequestError(
             "schema", f"chat_template_kwargs has no effect on {name}", "use messages, or drop it"

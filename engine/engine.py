@@ -9,7 +9,7 @@ import torch
 
 from engine import worker
 from engine.config import EngineConfig
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, DSparkError, RequestError
 from engine.kv.blocks import BlockPool
 from engine.request import Completion, Request, RequestFailure, Round, SamplingParams, Timing
 from engine.runner.model_runner import ModelRunner
@@ -119,7 +119,7 @@ class Engine:
 
     def run(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         speculate: bool = True,
         max_num_seqs: int | None = None,
@@ -129,12 +129,15 @@ class Engine:
         Closing the iterator early drops what is unfinished and leaves the engine usable.
 
         Args:
-            requests: Consumed lazily; ids must differ.
+            requests: Consumed lazily; ids must differ. None means "nothing yet, ask again after the
+                next step": for requests that are made from results, such as a conversation's next
+                turn. Only the iterator's end ends the run.
             speculate: False decodes plainly although there is a draft, at no cost of it.
             max_num_seqs: Requests at once, for this run; at most the engine's own limit.
 
         Raises:
             ConfigError: `max_num_seqs` is out of range.
+            DSparkError: `requests` gave None while nothing ran, so that nothing could give more.
         """
         most = self.limits.max_num_seqs
         width = most if max_num_seqs is None else max_num_seqs
@@ -148,13 +151,21 @@ class Engine:
             more = True
             while True:
                 while more and scheduler.num_unfinished < width:
-                    request = next(source, None)
-                    if request is None:
+                    try:
+                        request = next(source)
+                    except StopIteration:
                         more = False
-                    elif (failure := self._add(request)) is not None:
+                        break
+                    if request is None:
+                        break
+                    if (failure := self._add(request)) is not None:
                         yield failure
                 if scheduler.num_unfinished == 0 and not self._launched:
-                    return
+                    if not more:
+                        return
+                    raise DSparkError(
+                        "the source of requests waits for results, but no request is running"
+                    )
                 yield from self.step()
         finally:
             self.abandon()

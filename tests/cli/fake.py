@@ -99,18 +99,22 @@ class FakeEngine:
         if any(not 0 <= t < 257 for t in request.prompt_token_ids):
             raise RequestError("schema", "not in the vocabulary", "fix the ids")
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Completion | RequestFailure]:
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RequestFailure]:
         source = iter(requests)
         running: list[tuple[Request, int]] = []
         more = True
         while more or running:
             while more and len(running) < (self.config.max_num_seqs or 4):
-                request = next(source, None)
-                if request is None:
+                try:
+                    request = next(source)
+                except StopIteration:
                     more = False
-                else:
-                    running.append((request, 0))
-                    self.stats.prompt_tokens += len(request.prompt_token_ids)
+                    break
+                if request is None:
+                    assert running, "the source waits for results, but nothing runs"
+                    break
+                running.append((request, 0))
+                self.stats.prompt_tokens += len(request.prompt_token_ids)
             time.sleep(self.delay)
             running, ended = self._step(running)
             for request in ended:

@@ -28,7 +28,7 @@ class EvalEngine(fake.FakeEngine):
 
     def run(  # type: ignore[override]
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         speculate: bool = True,
         max_num_seqs: int | None = None,

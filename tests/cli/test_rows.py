@@ -68,10 +68,25 @@ def test_sharegpt_drops_the_reply_it_is_to_make() -> None:
     assert refused({"conversations": turns[2:3]}).kind == "empty"
 
 
-def test_several_turns_say_what_to_do() -> None:
-    error = refused({"turns": ["a", "b"]})
-    assert error.kind == "unsupported"
-    assert "messages" in error.hint
+def test_turns_are_asked_one_after_another() -> None:
+    prompt = read(turns=["a", "b", "c"])
+    assert prompt.messages == ({"role": "user", "content": "a"},)
+    then = prompt.then("x").then("y")
+    assert [(m["role"], m["content"]) for m in then.messages] == [
+        *(("user", "a"), ("assistant", "x"), ("user", "b"), ("assistant", "y"), ("user", "c"))
+    ]
+    assert then.later == ()
+    assert prompt.identity() != read(turns=["a", "b"]).identity()
+    assert (
+        read(turns=["a"]).identity() == read(messages=[{"role": "user", "content": "a"}]).identity()
+    )
+    assert "turns[1]" in str(refused({"turns": ["a", ""]}))
+    assert refused({"turns": ["a", 1]}).kind == "schema"
+
+
+def test_an_id_cannot_pose_as_another_rows_turn() -> None:
+    with pytest.raises(RequestError, match="NUL"):
+        read_id({"id": "a\0turn 2"})
 
 
 def test_openai_chat_line() -> None:

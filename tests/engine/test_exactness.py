@@ -5,7 +5,9 @@ Rule 3 is in kernels/test_acceptance.py, rule 6 in test_draft_semantics.py.
 """
 
 import random
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from engine import (
     Completion,
     ConfigError,
+    DSparkError,
     Engine,
     FinishReason,
     Request,
@@ -168,6 +171,37 @@ def test_rule_1_engine_is_as_new_after_an_early_close(
     run.close()  # type: ignore[attr-defined]
     assert engine.stats.kv_blocks_used == 0
     assert outputs(engine, requests(prompts(12))) == plain
+
+
+def test_requests_may_be_made_from_results(pair: tuple[Path, Path]) -> None:
+    """None keeps a run alive for a follow-up; nobody is left to wait for it: an error, no loop."""
+    engine, asked, ready = make_engine(*pair, max_num_seqs=2), requests(prompts(3)), []
+    going = len(asked)
+
+    def source() -> Iterator[Request | None]:
+        yield from asked
+        while going or ready:
+            yield ready.pop() if ready else None
+
+    done = {}
+    for out in engine.run(source()):
+        assert isinstance(out, Completion)
+        name, ids = out.request.request_id, out.request.prompt_token_ids + out.token_ids
+        done[name] = out
+        if "+" in name:
+            going -= 1
+        else:
+            ready.append(replace(out.request, request_id=name + "+", prompt_token_ids=ids))
+    assert sorted(done) == ["0", "0+", "1", "1+", "2", "2+"]
+    assert done["0+"].num_cached_tokens > 0
+    follow_ups = [c.request for name, c in done.items() if "+" in name]
+    assert outputs(make_engine(*pair), follow_ups) == {
+        r.request_id: done[r.request_id].token_ids for r in follow_ups
+    }
+    with pytest.raises(DSparkError, match="waits for results"):
+        list(engine.run([asked[0], None, None, *[None] * 99]))
+    assert engine.stats.kv_blocks_used == 0
+    assert [c.request for c in engine.run([None][:0])] == []
 
 
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=3)
