@@ -1,5 +1,7 @@
 """README names what is there."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -19,3 +21,12 @@ def test_the_tree_lists_every_module() -> None:
         assert any(
             (ROOT / top / name).exists() for top in ("dspark_cli", "engine", "evals", "examples")
         ), f"README lists {name}, which is not there"
+
+
+def test_the_python_example_runs_and_says_what_it_says() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.rstrip().endswith("#### 5")
