@@ -138,6 +138,7 @@ class GenerateOptions:
             ConfigError: A combination makes no sense.
         """
         contradictions = (
+            *self._empty_names(),
             (self.output is None and not self.dry_run, "no --output", "add -o OUT.jsonl, or -o -"),
             (self.overwrite and self.rerun, "--overwrite leaves nothing to --rerun", "drop one"),
             (not self.resume and self.rerun, "--no-resume leaves nothing to --rerun", "drop one"),
@@ -166,6 +167,23 @@ class GenerateOptions:
             if wrong:
                 raise ConfigError(message, hint)
         return self._notes()
+
+    def _empty_names(self) -> list[tuple[bool, str, str]]:
+        """Names that came out empty, as those of unset shell variables do."""
+        names: tuple[tuple[str, str | None], ...] = (
+            ("INPUT", self.input),
+            ("--output", self.output),
+            ("--model", self.model),
+            ("--draft", self.draft),
+        )
+        return [
+            (
+                value is not None and not value.strip(),
+                f"{name} is empty: {value!r}",
+                "give a name; is a shell variable unset?",
+            )
+            for name, value in names
+        ]
 
     def _notes(self) -> list[str]:
         notes = []
