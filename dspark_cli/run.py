@@ -74,7 +74,7 @@ class GenerateRun:
         """Do it; the exit code."""
         given = self.given
         reports = [path for path in (given.metrics_json, given.progress_file) if path is not None]
-        check_places(self.paths, self.rows.sources, reports)
+        check_places(self.paths, given.input, self.rows.sources, reports)
         self._check_existing()
         total = self.rows.count()
         lines = None if total is None else total * self.rules.n

@@ -1,4 +1,4 @@
-"""Closed and full standard streams, and Ctrl-C in the first moments: one line, a known exit code."""
+"""Closed and full standard streams, and Ctrl-C in the first moments: one line and a known code."""
 
 import os
 import signal
