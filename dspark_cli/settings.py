@@ -10,6 +10,7 @@ from dspark_cli.rows import RowRules
 from engine.config import EngineConfig
 from engine.errors import ConfigError, RequestError
 from engine.request import SamplingParams
+from engine.text import clashing_names
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,14 @@ class GenerateOptions:
         if self.chat_template_kwargs is None:
             return {}
         try:
-            return loads(self.chat_template_kwargs.encode("utf-8", "surrogateescape"))
+            found = loads(self.chat_template_kwargs.encode("utf-8", "surrogateescape"))
         except RequestError as error:
             hint = "write it as " + json.dumps({"enable_thinking": False})
             raise ConfigError(f"--chat-template-kwargs: {error}", hint) from None
+        if clash := clashing_names(found):
+            raise ConfigError(
+                f"--chat-template-kwargs may not name {', '.join(clash)}: the template is given "
+                "these already",
+                "leave them out",
+            )
+        return found
