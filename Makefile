@@ -31,18 +31,18 @@ check: .venv/.tested
 .venv/.installed: pyproject.toml
 	@echo "== making .venv with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -U pip
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -U pip
 	@if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi -L >/dev/null 2>&1; then \
 		echo "== no NVIDIA GPU here: installing torch==2.13.0 first"; \
-		$(BIN)/python -m pip install -q torch==2.13.0; \
+		$(BIN)/python -m pip install -qq torch==2.13.0; \
 	fi
 	@echo "== installing dspark and what it needs"
-	@$(BIN)/python -m pip install -q -e .
+	@$(BIN)/python -m pip install -qq -e .
 	@touch $@
 
 .venv/.tested: .venv/.installed
 	@echo "== installing what the tests need"
-	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@$(BIN)/python -m pip install -qq -e '.[dev]'
 	@touch $@
 
 clean:

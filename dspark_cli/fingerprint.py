@@ -85,8 +85,14 @@ def text_digest(text: str | None) -> str | None:
 
 def changes(then: dict[str, Any], now: dict[str, Any], names: tuple[str, ...]) -> list[Change]:
     """Settings among `names` that differ."""
-    found = [Change(name, then.get(name), now.get(name)) for name in names]
-    return [change for change in found if change.then != change.now]
+    differ = [name for name in names if then.get(name) != now.get(name)]
+    return [Change(name, _shown(then, name), _shown(now, name)) for name in differ]
+
+
+def _shown(run: dict[str, Any], name: str) -> Any:
+    """A setting for people: a checkpoint's digest alone tells them nothing."""
+    value, called = run.get(name), run.get(f"{name}_name")
+    return value if value is None or called is None else f"{called} ({value})"
 
 
 def check_same_run(

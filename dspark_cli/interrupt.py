@@ -8,7 +8,11 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
-class StopNow(KeyboardInterrupt):
+class Interrupted(BaseException):
+    """Ctrl-C. Not a KeyboardInterrupt, which typer turns into an exit without a word."""
+
+
+class StopNow(Interrupted):
     """Raised in the main thread when the run must end at once."""
 
 

@@ -16,6 +16,7 @@ from engine.telemetry import EngineStats
 
 if TYPE_CHECKING:
     from dspark_cli.compare import Comparison
+    from engine.engine import Engine
 
 _PACKAGES = ("dspark", "torch", "triton", "transformers", "tokenizers", "numpy")
 
@@ -27,6 +28,7 @@ def run_metrics(
     run: dict[str, Any],
     seconds: float,
     comparison: "Comparison | None",
+    phase: str = "done",
 ) -> dict[str, Any]:
     """Everything about a run as JSON.
 
@@ -34,11 +36,13 @@ def run_metrics(
         job: What was done.
         rows: What was read.
         stats: The engine's counters; zero if it was not needed.
-        run: The settings, as the journal's header has them.
+        run: The settings as they ran, or as asked for if the engine was not needed.
         seconds: Wall time of the loop, loading left out.
         comparison: With plain decoding, if that was asked for.
+        phase: `done` or `interrupted`.
     """
     return {
+        "phase": phase,
         "rows": {
             "lines": len(job.slots),
             "kept_from_earlier_runs": job.counts.kept,
@@ -59,6 +63,20 @@ def run_metrics(
             "platform": platform.platform(),
             "packages": _versions(),
         },
+    }
+
+
+def ran(engine: "Engine") -> dict[str, Any]:
+    """What became of settings that were left to the engine, under their options' names."""
+    limits = engine.limits
+    return {
+        "dtype": engine.config.dtype,
+        "device": engine.config.device,
+        "num_speculative_tokens": engine.gamma,
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "enable_prefix_caching": engine.config.enable_prefix_caching,
     }
 
 

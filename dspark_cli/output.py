@@ -31,6 +31,9 @@ class OutputPaths:
     def of(cls, output: str) -> "OutputPaths":
         """Names beside `output`: `x.jsonl` has `x.errors.jsonl` and `x.journal`.
 
+        Any other name `x` has `x.out.errors.jsonl` and `x.out.journal`, so that `-o x` and
+        `-o x.jsonl` share nothing; what an earlier version named as for `x.jsonl` is gone on with.
+
         Raises:
             ConfigError: The name promises a format that is not written.
         """
@@ -42,7 +45,18 @@ class OutputPaths:
         if rows.name.endswith((".gz", ".parquet", ".csv", ".zst")):
             raise ConfigError(f"-o {output}: only JSONL is written", "use a name ending in .jsonl")
         stem = rows.name.removesuffix(".jsonl")
+        if stem == rows.name and not _named_by_old_version(rows):
+            stem += ".out"
         return cls(rows, rows.with_name(stem + ".errors.jsonl"), rows.with_name(stem + ".journal"))
+
+
+def _named_by_old_version(rows: Path) -> bool:
+    """Whether there is an output without .jsonl whose journal must be its own."""
+
+    def there(suffix: str) -> bool:
+        return rows.with_name(rows.name + suffix).exists()
+
+    return there("") and there(".journal") and not there(".jsonl") and not there(".out.journal")
 
 
 def completion_row(completion: Completion, row_id: str | int, drafted: bool) -> dict[str, Any]:

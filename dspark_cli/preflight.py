@@ -6,19 +6,22 @@ import stat
 from pathlib import Path
 
 from dspark_cli.output import OutputPaths
-from dspark_cli.reader import LinesFile, ParquetFile, Source
+from dspark_cli.reader import LinesFile, ParquetFile, Source, takes_in
 from engine.errors import ConfigError
 
 MIN_FREE_BYTES = 16 << 20
 _TOKEN_BYTES = 24  # an id and its text, in the journal and in OUT
 
 
-def check_places(paths: OutputPaths, sources: list[Source], reports: list[Path]) -> None:
+def check_places(
+    paths: OutputPaths, given: str, sources: list[Source], reports: list[Path]
+) -> None:
     """Refuse places that cannot be written, or must not be.
 
     Args:
         paths: The run's files.
-        sources: The input.
+        given: The input, as it was given.
+        sources: The input, as it was found.
         reports: Other files the run writes.
 
     Raises:
@@ -33,6 +36,11 @@ def check_places(paths: OutputPaths, sources: list[Source], reports: list[Path])
             raise ConfigError(f"{path} is both input and output", "choose another -o")
         if real in seen:
             raise ConfigError(f"{path} would be written twice", "choose different names")
+        if takes_in(given, path):
+            raise ConfigError(
+                f"{path} would lie among the rows of {given}: the next run would read it as input",
+                "write elsewhere, or name the input so that it leaves this file out",
+            )
         seen[real] = path
         _check_writable(path)
 

@@ -3,10 +3,12 @@
 Rows stream: a file is never held in memory, and any number of rows may pass.
 """
 
+import fnmatch
 import glob
 import gzip
 import hashlib
 import json
+import os
 import re
 import sys
 import zlib
@@ -101,8 +103,8 @@ class LinesFile:
             ) from None
 
     def count(self) -> int | None:
-        """As Source: one quick pass over the file."""
-        return sum(1 for _ in self.rows())
+        """As Source: one quick pass over the file; none over a pipe, which is read only once."""
+        return sum(1 for _ in self.rows()) if self.path.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,37 @@ def open_sources(text: str) -> list[Source]:
     )
 
 
+def takes_in(text: str, path: Path) -> bool:
+    """Whether INPUT is a folder or glob that takes in `path`, once there is such a file.
+
+    Args:
+        text: As for `open_sources`.
+        path: A file that may not be there yet.
+    """
+    if text == "-":
+        return False
+    given = Path(text)
+    if given.is_dir():
+        here = path.resolve().parent == given.resolve()
+        return here and path.name.endswith(_SUFFIXES) and not path.name.startswith(".")
+    if given.exists() or not any(mark in text for mark in "*?["):
+        return False
+    names = Path(os.path.abspath(text)).parts
+    return any(_matches(names, Path(os.path.abspath(p)).parts) for p in (path, path.resolve()))
+
+
+def _matches(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    """As glob.glob with `recursive` would."""
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    if pattern[0] == "**":
+        deeper = not names[0].startswith(".") and _matches(pattern, names[1:])
+        return deeper or _matches(pattern[1:], names)
+    hidden = names[0].startswith(".") and not pattern[0].startswith(".")
+    fits = not hidden and fnmatch.fnmatchcase(names[0], pattern[0])
+    return fits and _matches(pattern[1:], names[1:])
+
+
 class Rows:
     """All rows of a run, in order, with what passing them tells.
 
@@ -300,6 +333,8 @@ def _looks_like_dataset(text: str) -> bool:
 
 
 def _file(path: Path) -> Source:
+    if not path.is_file():
+        return LinesFile(path)  # a pipe: nothing is read before its rows are wanted
     if path.name.endswith(".parquet"):
         return ParquetFile(path)
     if path.name.endswith((".json", ".json.gz")):

@@ -14,8 +14,8 @@ from dspark_cli.dryrun import context_length, examine, print_report
 from dspark_cli.fingerprint import check_same_run, checkpoint_digest, dspark_version, text_digest
 from dspark_cli.interrupt import Interrupts, StopNow
 from dspark_cli.job import Job, JobSettings, Pending
-from dspark_cli.journal import FORMAT, Journal
-from dspark_cli.metrics import run_metrics, write_metrics
+from dspark_cli.journal import FORMAT, Journal, Status
+from dspark_cli.metrics import ran, run_metrics, write_metrics
 from dspark_cli.output import OutputPaths, StdoutRows, first_completions, write_final
 from dspark_cli.preflight import check_places, check_space
 from dspark_cli.progress import Counts, LoadProgress, Progress, clock
@@ -52,6 +52,7 @@ class GenerateRun:
         self.paths = OutputPaths.of(given.output or "-")
         self.rows = Rows(open_sources(given.input), given.limit)
         self.stats = EngineStats()
+        self.ran: dict[str, Any] = {}
         self.seconds = 0.0
         self.written = False
 
@@ -75,7 +76,7 @@ class GenerateRun:
         """Do it; the exit code."""
         given = self.given
         reports = [path for path in (given.metrics_json, given.progress_file) if path is not None]
-        check_places(self.paths, self.rows.sources, reports)
+        check_places(self.paths, given.input, self.rows.sources, reports)
         self._check_existing()
         total = self.rows.count()
         lines = None if total is None else total * self.rules.n
@@ -87,6 +88,7 @@ class GenerateRun:
         tokenizer = backend.load_tokenizer(folder)
         header = self._header(folder, tokenizer.fingerprint())
         counts = Counts(total=lines)
+        job: Job | None = None
         with (
             Interrupts(given.grace, self.say) as interrupts,
             Journal(self.paths.journal, restart=given.overwrite) as journal,
@@ -105,7 +107,10 @@ class GenerateRun:
                 job = Job(self.rows, journal, tokenizer, settings, interrupts, counts)
                 return self._work(job, journal)
             except StopNow:
-                return self._interrupted(counts, journal)
+                code = self._interrupted(counts, journal)
+                if job is not None:
+                    self._write_metrics(job, journal, phase="interrupted")
+                return code
 
     def _work(self, job: Job, journal: Journal) -> int:
         if self.paths.rows is None:
@@ -115,38 +120,62 @@ class GenerateRun:
         if first is not None:
             self._decode(job, journal, chain([first], pending))
         if not job.complete:
-            return self._interrupted(job.counts, journal)
+            raise StopNow
         if self.rows.read == 0:
             raise ConfigError(f"no rows in {self.given.input}", "write one JSON object a line")
         if self.paths.rows is not None:
             journal.sync()
             write_final(self.paths, job.slots, journal, self.rules.passthrough)
             self.written = True
+            self._tell_left_out(job, journal)
         self._summary(job)
         for slot, line in first_completions(job.slots, journal, self.given.show):
             self._show(line, job.prompts.get(slot))
-        comparison = self._compare(job)
-        if self.given.metrics_json is not None:
-            metrics = run_metrics(
-                job, self.rows, self.stats, journal.header or {}, self.seconds, comparison
-            )
-            write_metrics(self.given.metrics_json, metrics)
+        self._write_metrics(job, journal, self._compare(job))
         return FAILED_ROWS if job.counts.failed else 0
+
+    def _write_metrics(
+        self,
+        job: Job,
+        journal: Journal,
+        comparison: Comparison | None = None,
+        phase: str = "done",
+    ) -> None:
+        if self.given.metrics_json is None:
+            return
+        settings = {**(journal.header or {}), **self.ran}
+        metrics = run_metrics(job, self.rows, self.stats, settings, self.seconds, comparison, phase)
+        write_metrics(self.given.metrics_json, metrics)
+
+    def _tell_left_out(self, job: Job, journal: Journal) -> None:
+        """A smaller --limit makes OUT smaller: say so."""
+        if self.given.limit is None or self.rows.read < self.given.limit:
+            return
+        finished = sum(e.status in (Status.STOP, Status.LENGTH) for e in journal.entries())
+        left = finished - job.counts.kept - job.counts.done
+        if left > 0:
+            self.say(
+                f"{left} finished lines of earlier runs are left out of {self.paths.rows} (--limit "
+                f"{self.given.limit}); {journal.path} keeps them"
+            )
 
     def _decode(self, job: Job, journal: Journal, pending: Iterator[Pending]) -> None:
         engine = self._load(self.config)
         self._settle_header(journal, engine.config)
         self.stats = engine.stats
+        self.ran = ran(engine)
         started = time.perf_counter()
-        with Progress(
-            job.counts,
-            engine.stats,
-            quiet=self.given.quiet,
-            file=self.given.progress_file,
-            tick=journal.sync_if_due,
-        ):
-            job.run(engine, pending)
-        self.seconds = time.perf_counter() - started
+        try:
+            with Progress(
+                job.counts,
+                engine.stats,
+                quiet=self.given.quiet,
+                file=self.given.progress_file,
+                tick=journal.sync_if_due,
+            ):
+                job.run(engine, pending)
+        finally:
+            self.seconds = time.perf_counter() - started
 
     def _load(self, config: EngineConfig) -> "Engine":
         progress = LoadProgress(self.given.quiet)
@@ -239,10 +268,18 @@ class GenerateRun:
 
     def _interrupted(self, counts: Counts, journal: Journal) -> int:
         of = "" if counts.total is None else f" of {counts.total}"
+        has = "" if counts.total is None else f" (the input asks for {counts.total})"
+        recorded = len(journal)
         if self.paths.rows is None:
             self.say(f"interrupted after {counts.settled}{of} lines")
         elif self.written:
             self.say(f"interrupted after {self.paths.rows} was written")
+        elif recorded > counts.settled:  # rows of earlier runs, not all looked at yet
+            self.say(
+                f"interrupted: {recorded} lines of this and earlier runs are kept in "
+                f"{journal.path}{has}; run the same command again "
+                f"to go on ({self.paths.rows} is written at the end)"
+            )
         else:
             self.say(
                 f"interrupted: {counts.settled}{of} lines are done and kept in {journal.path}; run "

@@ -10,6 +10,7 @@ from dspark_cli.rows import RowRules
 from engine.config import EngineConfig
 from engine.errors import ConfigError, RequestError
 from engine.request import SamplingParams
+from engine.text import clashing_names
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class GenerateOptions:
             ConfigError: A combination makes no sense.
         """
         contradictions = (
+            *self._empty_names(),
             (self.output is None and not self.dry_run, "no --output", "add -o OUT.jsonl, or -o -"),
             (self.overwrite and self.rerun, "--overwrite leaves nothing to --rerun", "drop one"),
             (not self.resume and self.rerun, "--no-resume leaves nothing to --rerun", "drop one"),
@@ -167,6 +169,23 @@ class GenerateOptions:
                 raise ConfigError(message, hint)
         return self._notes()
 
+    def _empty_names(self) -> list[tuple[bool, str, str]]:
+        """Names that came out empty, as those of unset shell variables do."""
+        names: tuple[tuple[str, str | None], ...] = (
+            ("INPUT", self.input),
+            ("--output", self.output),
+            ("--model", self.model),
+            ("--draft", self.draft),
+        )
+        return [
+            (
+                value is not None and not value.strip(),
+                f"{name} is empty: {value!r}",
+                "give a name; is a shell variable unset?",
+            )
+            for name, value in names
+        ]
+
     def _notes(self) -> list[str]:
         notes = []
         shaped = self.top_p != 1.0 or self.top_k != 0 or self.min_p != 0.0
@@ -185,7 +204,14 @@ class GenerateOptions:
         if self.chat_template_kwargs is None:
             return {}
         try:
-            return loads(self.chat_template_kwargs.encode("utf-8", "surrogateescape"))
+            found = loads(self.chat_template_kwargs.encode("utf-8", "surrogateescape"))
         except RequestError as error:
             hint = "write it as " + json.dumps({"enable_thinking": False})
             raise ConfigError(f"--chat-template-kwargs: {error}", hint) from None
+        if clash := clashing_names(found):
+            raise ConfigError(
+                f"--chat-template-kwargs may not name {', '.join(clash)}: the template is given "
+                "these already",
+                "leave them out",
+            )
+        return found

@@ -9,6 +9,27 @@ from typing import Any, cast
 
 from engine.errors import CheckpointError, RequestError
 
+_NO_LIMIT = 10**30
+_TAKEN = frozenset(
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    )
+)
+"""Names that rendering a chat sets itself, or transformers would take for its own."""
+
 UNDECODED = "\ufffd"
 """What decoders put where bytes are not, or not yet, a character."""
 
@@ -52,6 +73,8 @@ class Tokenizer:
                 f"cannot read the tokenizer in {folder}: {error}",
                 "download the checkpoint again, or install the package the message names",
             ) from error
+        # the engine knows the context's length; transformers' own limit only prints warnings
+        inner.model_max_length = _NO_LIMIT
         return cls(inner)
 
     @property
@@ -131,6 +154,13 @@ class Tokenizer:
                 "the model's tokenizer has no chat template, and the row has messages",
                 "give prompts instead of messages, or a chat template",
             )
+        if clash := clashing_names(template_kwargs or {}):
+            raise RequestError(
+                "schema",
+                f"chat template kwargs may not be named {', '.join(clash)}: the template is given "
+                "these already",
+                "leave them out of chat_template_kwargs",
+            )
         from jinja2 import TemplateError
 
         try:
@@ -177,6 +207,11 @@ class Tokenizer:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def clashing_names(template_kwargs: Mapping[str, Any]) -> list[str]:
+    """Template variables that rendering sets itself, and that nobody else may set."""
+    return sorted(_TAKEN & set(template_kwargs))
 
 
 @dataclass(frozen=True, slots=True)

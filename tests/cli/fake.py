@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from engine.config import EngineConfig
@@ -88,6 +89,12 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.stats = EngineStats(drafted_at=[0] * 7, accepted_at=[0] * 7)
         self.max_model_len = min(config.max_model_len or CONTEXT, CONTEXT)
+        self.gamma = (config.num_speculative_tokens or 7) if config.draft is not None else 0
+        self.limits = SimpleNamespace(
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs or 4,
+            max_num_batched_tokens=config.max_num_batched_tokens or 512,
+        )
         self.delay = delay
         if on_progress is not None:
             on_progress("load", 50, 100)

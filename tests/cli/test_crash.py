@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dspark_cli import backend
 from dspark_cli import journal as journal_module
 from dspark_cli import output as output_module
 from tests.cli import fake
@@ -129,6 +130,7 @@ def test_ctrl_c_while_stdin_is_silent(bench: Bench, clean: bytes) -> None:
     assert process.popen.stdin is not None
     process.popen.stdin.write(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS[:3]))
     process.popen.stdin.flush()
+    process.wait_for_rows(0)
     time.sleep(0.8)  # it waits for a fourth row now
     process.popen.send_signal(signal.SIGINT)
     assert process.popen.wait(timeout=30) == 130
@@ -212,7 +214,6 @@ def test_full_disk_at_the_end_leaves_no_half_output(
         ([], "no --output"),
         (["-o", "out.jsonl", "--compare-plain"], "needs a drafter"),
         (["-o", "out.jsonl", "-g", "3"], "no draft"),
-        (["-o", "out.jsonl", "--top-p", "0"], "top_p must be in (0, 1]"),
         (["-o", "out.jsonl", "--chat-template-kwargs", "{"], "--chat-template-kwargs"),
         (["-o", "out.jsonl", "--model", "nowhere"], "no such checkpoint"),
         (["-o", "-", "--rerun", "failed"], "keeps no journal"),
@@ -289,3 +290,51 @@ def test_next_to_no_space_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPat
     assert "only 1 MiB free" in bench.generate(code=2).err
     usage.free = 20 << 20  # type: ignore[attr-defined]
     assert "at full length the rows need" in bench.generate("--max-tokens", "100000").err
+
+
+def test_ctrl_c_while_loading_on_a_resume_counts_what_the_journal_has(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # was: 0 of 60 lines are done
+    bench.write(ROWS)
+    bench.generate()
+    new = [{"id": f"new{at}", "prompt": "new"} for at in range(20)]
+    bench.write([*new, *ROWS])
+
+    def load(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    metrics = bench.folder / "metrics.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "load_engine", load)
+        text = bench.generate("--metrics-json", str(metrics), code=130).err
+    assert "40 lines of this and earlier runs are kept in" in text
+    assert "(the input asks for 60)" in text
+    assert "0 of 60" not in text
+    assert json.loads(metrics.read_text())["phase"] == "interrupted"
+    bench.generate()
+    assert len(bench.rows()) == 60
+
+
+def test_ctrl_c_while_the_journal_is_read_is_one_line(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.write(ROWS)
+    bench.generate()
+    monkeypatch.setattr(
+        journal_module.Journal, "_load", lambda self: os.kill(os.getpid(), signal.SIGINT)
+    )
+    assert bench.generate(code=130).err.endswith("error: interrupted\n")
+
+
+def test_metrics_of_an_interrupted_run_say_so(bench: Bench, clean: bytes) -> None:
+    metrics = bench.folder / "metrics.json"
+    process = Process(bench, "--metrics-json", str(metrics), "--max-num-seqs", "2", delay=0.05)
+    process.wait_for_rows(3)
+    process.popen.send_signal(signal.SIGINT)
+    assert process.end()[0] == 130
+    found = json.loads(metrics.read_text())
+    assert found["phase"] == "interrupted"
+    assert 3 <= found["rows"]["done"] < 40
+    assert found["speed"]["seconds"] > 0
+    assert found["manifest"]["settings"]["max_num_seqs"] == 2

@@ -342,6 +342,22 @@ def test_metrics_say_what_ran_and_how_drafting_went(bench: Bench) -> None:
     assert (state["phase"], state["done"], state["failed"], state["total"]) == ("done", 25, 1, 26)
 
 
+def test_metrics_have_the_settings_that_ran_where_none_were_given(bench: Bench) -> None:
+    bench.write(PROMPTS)
+    path = bench.folder / "metrics.json"
+    bench.generate("--metrics-json", str(path))
+    metrics = json.loads(path.read_text())
+    settings = metrics["manifest"]["settings"]
+    assert metrics["phase"] == "done"
+    assert settings["max_num_seqs"] == 4
+    assert settings["max_model_len"] == fake.CONTEXT
+    assert settings["max_num_batched_tokens"] == 512
+    assert settings["num_speculative_tokens"] == 7
+    # the journal keeps what was asked for: other defaults do not make another run
+    header = json.loads(bench.journal.read_bytes().splitlines()[0])["run"]
+    assert header["max_num_seqs"] is None
+
+
 def test_quiet_says_nothing(bench: Bench) -> None:
     bench.write(PROMPTS)
     assert bench.generate("-q").err == ""

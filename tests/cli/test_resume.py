@@ -1,6 +1,8 @@
 """A second run: what is kept, what is made again, what is refused."""
 
 import json
+import re
+import shutil
 
 import pytest
 
@@ -119,7 +121,9 @@ def test_another_model_is_refused(bench: Bench) -> None:
     bench.write(ROWS)
     bench.generate()
     (bench.folder / "m" / "model.safetensors").write_bytes(b"tuned" * 200)
-    assert "model:" in bench.generate(code=2).err
+    text = bench.generate(code=2).err
+    name = re.escape(str(bench.folder / "m"))
+    assert re.search(rf"model: '{name} \([0-9a-f]+\)' then, '{name} \([0-9a-f]+\)' now", text)
     result = bench.generate("--force-resume")
     assert fake.FakeEngine.loads == 1
     assert "changed since the output was begun: model" in result.err
@@ -266,3 +270,55 @@ def test_passthrough_turns_unknown_fields_into_data_on_resume(bench: Bench) -> N
     bench.generate(code=3)
     bench.generate("--passthrough")
     assert bench.rows()[0]["input"] == {"level": 1}
+
+
+def test_another_models_name_is_told(bench: Bench) -> None:
+    # was two digests, which say nothing
+    bench.write(ROWS)
+    bench.generate()
+    other = bench.folder / "tuned"
+    shutil.copytree(bench.folder / "m", other)
+    (other / "model.safetensors").write_bytes(b"tuned" * 200)
+    text = bench.generate("-m", str(other), code=2).err
+    assert re.search(r"model: '\S+/m \(\w+\)' then, '\S+/tuned \(\w+\)' now", text)
+
+
+def test_smaller_limit_says_how_many_finished_rows_it_leaves_out(bench: Bench) -> None:
+    bench.write(ROWS)
+    bench.generate()
+    text = bench.generate("--limit", "5").err
+    assert len(bench.rows()) == 5
+    assert "7 finished lines of earlier runs are left out of" in text
+    assert "(--limit 5)" in text
+    assert "left out" not in bench.generate("--limit", "12").err
+    assert len(bench.rows()) == 12
+    assert fake.FakeEngine.loads == 1
+
+
+def test_outputs_with_and_without_jsonl_share_nothing(bench: Bench) -> None:
+    bench.write([*ROWS, b"{"])
+    bench.generate(code=3)
+    files = {p: p.read_bytes() for p in (bench.output, bench.journal, bench.errors_file)}
+    bare = bench.folder / "out"
+    for _ in range(2):
+        bench.generate("-o", str(bare), "--temperature", "1", code=3)
+    assert {p: p.read_bytes() for p in files} == files
+    assert len(bare.read_bytes().splitlines()) == 12
+    assert (bench.folder / "out.out.journal").exists()
+    assert (bench.folder / "out.out.errors.jsonl").exists()
+    assert fake.FakeEngine.loads == 2
+
+
+def test_output_named_by_an_earlier_version_is_gone_on_with(bench: Bench) -> None:
+    bench.write(ROWS)
+    bench.generate()
+    bare = bench.folder / "out"
+    bench.output.rename(bare)  # what `-o out` left: out and out.journal
+    assert "nothing left to do" in bench.generate("-o", str(bare)).err
+    assert fake.FakeEngine.loads == 1
+
+
+def test_template_names_that_are_taken_are_a_usage_error(bench: Bench) -> None:
+    bench.write(ROWS)
+    result = bench.generate("--chat-template-kwargs", '{"tokenize": 1, "think": 2}', code=2)
+    assert "--chat-template-kwargs may not name tokenize:" in result.err

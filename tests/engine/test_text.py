@@ -1,6 +1,9 @@
 """Tokenizers, chat templates, and stop strings found as tokens arrive."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -76,6 +79,29 @@ def test_messages_a_template_rejects_are_that_rows_error(
         tiny.encode_chat(messages, None, template)
     assert error.value.kind == kind
     assert error.value.hint
+
+
+def test_template_arguments_that_rendering_sets_itself_are_named(tiny: Tokenizer) -> None:
+    # was: got multiple values for keyword argument 'tokenize'
+    with pytest.raises(RequestError, match="may not be named chat_template, tokenize") as info:
+        tiny.render_chat(HELLO, {"tokenize": True, "think": True, "chat_template": "x"})
+    assert info.value.kind == "schema"
+    assert "multiple values" not in str(info.value)
+
+
+def test_a_prompt_over_the_tokenizers_own_limit_warns_nobody(tmp_path: Path) -> None:
+    # transformers wrote "Token indices sequence length is longer than ..." into the progress
+    folder = write_tokenizer(tmp_path)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": 8}))
+    program = (
+        "import sys; from pathlib import Path; from engine.text import Tokenizer\n"
+        "print(len(Tokenizer.load(Path(sys.argv[1])).encode('the cat ' * 50)))"
+    )
+    argv = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert int(done.stdout) > 50
+    assert "longer than" not in done.stderr
 
 
 def test_messages_without_a_template_are_that_rows_error(tmp_path: Path) -> None:
