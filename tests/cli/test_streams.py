@@ -117,11 +117,11 @@ start.run()
 
 def test_ctrl_c_that_an_import_turns_into_another_error_is_still_130(bench: Bench) -> None:
     program = (
-        "import os, signal\n"
+        "import os, signal, time\n"
         "from tests.cli import fake\n"
         "from dspark_cli import backend, main\n"
         "def load(folder):\n"
-        "    try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(30)\n"
         "    except BaseException as error: raise ImportError('numpy') from error\n"
         "backend.locate_checkpoint = fake.locate\n"
         "backend.load_tokenizer = load\n"
