@@ -118,6 +118,8 @@ start.run()
 def test_ctrl_c_that_an_import_turns_into_another_error_is_still_130(bench: Bench) -> None:
     program = (
         "import os, signal, time\n"
+        # a shell starts background jobs with SIGINT ignored, and so may whoever runs the tests
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from tests.cli import fake\n"
         "from dspark_cli import backend, main\n"
         "def load(folder):\n"
