@@ -23,10 +23,6 @@ from engine.text import StopMatcher, Tokenizer
 Output = Completion | RequestFailure
 
 
-def _silent(_phase: str, _done: int, _total: int) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A step on its way."""
@@ -55,7 +51,7 @@ class Engine:
         """
         begin = time.perf_counter()
         self.stats = EngineStats()
-        loaded = worker.load(config, on_progress or _silent)
+        loaded = worker.load(config, on_progress or worker.ignore_progress)
         self.config = replace(config, **loaded.at.settings)
         """The settings, with `auto` replaced by what was chosen."""
         self.tokenizer: Tokenizer = loaded.tokenizer
