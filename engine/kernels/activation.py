@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.contract import Dims
+from engine.kernels.launch import dependent, wait_for_inputs
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,7 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(num_tokens, triton.cdiv(width, block))](
-        out, gate_up, gate_up.stride(0), I=width, BLOCK=block
+        out, gate_up, gate_up.stride(0), I=width, BLOCK=block, **dependent(gate_up)
     )
     return out
 
@@ -50,7 +51,9 @@ def _silu_mul_kernel(
     gate_up_stride,
     I: tl.constexpr,  # noqa: E741
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < I

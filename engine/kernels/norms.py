@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.contract import Dims
+from engine.kernels.launch import dependent, wait_for_inputs
 
 _TILE = 2048
 """Elements a program aims at: many short rows (heads), or one long one."""
@@ -121,6 +122,7 @@ def _launch(
         ADD=add,
         ROWS=rows,
         BLOCK=block,
+        **dependent(x),
         num_warps=8 if block > _TILE else 4,
     )
 
@@ -143,7 +145,9 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = (row < num_rows)[:, None] & (column < H)[None, :]

@@ -6,6 +6,8 @@ R requests, T tokens, Q heads, K kv heads, D head dim, P slots, M blocks, S KV b
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import wait_for_inputs
+
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "window", "table_stride"])
 def attention_kernel(
@@ -37,8 +39,10 @@ def attention_kernel(
     ONE_TILE: tl.constexpr,  # no request has more queries than a tile
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One tile against one split of its keys. Grid [K, U, tiles]."""
+    wait_for_inputs(DEPENDENT)
     head = tl.program_id(0)
     split = tl.program_id(1)
     num_splits = tl.num_programs(1)
@@ -237,8 +241,10 @@ def combine_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,  # U or the next power of two
+    DEPENDENT: tl.constexpr,
 ):
     """Join the splits of one (token, head). Grid [T, Q]."""
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0)
     if token >= tl.load(cu_ptr + num_reqs):
         return

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from engine.kernels.launch import dependent
 from engine.kernels.paged_attention_jit import attention_kernel, combine_kernel
 
 _LOG2_E = 1.4426950408889634
@@ -161,6 +162,7 @@ def paged_attention_triton(
         ONE_TILE=one_tile,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
+        **dependent(q),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -175,6 +177,7 @@ def paged_attention_triton(
             D=head_dim,
             BLOCK_D=block_d,
             SPLITS=triton.next_power_of_2(num_splits),
+            **dependent(q),
             num_warps=4 if num_splits > 8 else 1,
         )
     return out

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.kv_store import kv_store
-
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
@@ -34,10 +32,6 @@ class PagedKV:
             torch.zeros(shape, dtype=dtype, device=device),
             kv_block_size,
         )
-
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write k, v [T, K, D] of `layer` to `slots` [T] int64; negative slots write nothing."""
-        kv_store(k, v, self.k[layer], self.v[layer], slots)
 
 
 def bytes_per_block(

@@ -8,7 +8,7 @@ from engine.kernels.linear import Linear
 from engine.kernels.markov import Chain, MarkovWeights, markov_chain
 from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
-from engine.kernels.rope import qk_norm_rope
+from engine.kernels.rope_store import rope_store
 from engine.kernels.sampling import SamplingRows
 from engine.kv.cache import PagedKV
 from engine.models.config import DraftSpec
@@ -141,10 +141,9 @@ class Drafter:
         context = rms_norm(self.fc(taps), self.hidden_norm, spec.norm_eps)
         cos_sin = self.rope[positions]
         for i, (layer, project) in enumerate(zip(self.layers, self.context_kv, strict=True)):
-            k, v = project(context).view(len(positions), 2, -1, spec.head_dim).unbind(dim=1)
-            # all heads are K heads here: num_q_heads 0
-            k = qk_norm_rope(k, None, layer.attention.k_norm, 0, spec.norm_eps, cos_sin)
-            kv.store(i, k, v, slots)
+            k_v = project(context).view(len(positions), -1, spec.head_dim)  # no query heads
+            k_norm = layer.attention.k_norm
+            rope_store(k_v, None, k_norm, spec.norm_eps, cos_sin, kv.k[i], kv.v[i], slots)
 
     def forward(
         self,

@@ -9,7 +9,8 @@ from engine.kernels.activation import silu_mul
 from engine.kernels.linear import Linear
 from engine.kernels.norms import add_rms_norm, rms_norm
 from engine.kernels.paged_attention import AttentionBatch, paged_attention
-from engine.kernels.rope import inverse_frequencies, qk_norm_rope, rope_table
+from engine.kernels.rope import inverse_frequencies, rope_table
+from engine.kernels.rope_store import rope_store
 from engine.kv.cache import PagedKV
 from engine.models.config import LayersSpec
 
@@ -101,14 +102,14 @@ class Attention:
         """[T, H] normed input to [T, H]; stores this layer's K and V first."""
         spec = self.spec
         qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        heads = spec.num_heads
-        q_k, v = qkv[:, : heads + spec.num_kv_heads], qkv[:, heads + spec.num_kv_heads :]
-        q_k = qk_norm_rope(q_k, self.q_norm, self.k_norm, heads, spec.norm_eps, ctx.cos_sin)
-        ctx.kv.store(layer, q_k[:, heads:], v, ctx.slots)
+        k_cache, v_cache = ctx.kv.k[layer], ctx.kv.v[layer]
+        q = rope_store(
+            qkv, self.q_norm, self.k_norm, spec.norm_eps, ctx.cos_sin, k_cache, v_cache, ctx.slots
+        )
         out = paged_attention(
-            q_k[:, :heads],
-            ctx.kv.k[layer],
-            ctx.kv.v[layer],
+            q,
+            k_cache,
+            v_cache,
             ctx.attention,
             scale=spec.head_dim**-0.5,
             causal=causal,

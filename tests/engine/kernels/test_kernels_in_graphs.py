@@ -8,7 +8,7 @@ import torch
 from engine.kernels.activation import silu_mul
 from engine.kernels.markov import markov_chain
 from engine.kernels.norms import add_rms_norm, rms_norm
-from engine.kernels.rope import qk_norm_rope, rope
+from engine.kernels.rope_store import rope_store
 from engine.kernels.sampling import sample
 from engine.kernels.slot_mapping import slot_mapping
 from engine.kernels.step_inputs import step_inputs
@@ -33,6 +33,7 @@ def replayed(run: Callable[[], list[torch.Tensor]]) -> None:
 def test_layer_ops() -> None:
     x, w = torch.randn(5, 64, device="cuda"), torch.randn(64, device="cuda")
     heads, angles = torch.randn(5, 4, 64, device="cuda"), torch.randn(5, 2, 32, device="cuda")
+    caches, slots = torch.zeros(2, 9, 1, 64, device="cuda"), torch.arange(5, device="cuda")
     lens = torch.tensor([2, 0, 1], dtype=torch.int32, device="cuda")
     ids = torch.randint(0, 9, (3, 4), device="cuda")
     table = torch.zeros(3, 4, dtype=torch.int32, device="cuda")
@@ -42,8 +43,7 @@ def test_layer_ops() -> None:
         return [
             rms_norm(x, w, 1e-5),
             *add_rms_norm(x, x, w, 1e-5),
-            rope(heads, angles),
-            qk_norm_rope(heads, w, w, 3, 1e-5, angles),
+            rope_store(heads, w, w, 1e-5, angles, caches[0], caches[1], slots),
             silu_mul(x),
             *inputs,
             slot_mapping(table, inputs.positions, inputs.cu_seqlens_q, 16),

@@ -1,4 +1,4 @@
-"""Norms, rope, gated activation, step inputs: kernels against their references."""
+"""Norms, gated activation, step inputs: kernels against their references."""
 
 import pytest
 import torch
@@ -11,15 +11,6 @@ from engine.kernels.norms import (
     add_rms_norm_triton,
     rms_norm_ref,
     rms_norm_triton,
-)
-from engine.kernels.rope import (
-    inverse_frequencies,
-    qk_norm_rope,
-    qk_norm_rope_ref,
-    qk_norm_rope_triton,
-    rope_ref,
-    rope_table,
-    rope_triton,
 )
 from engine.kernels.slot_mapping import slot_mapping_ref, slot_mapping_triton
 from engine.kernels.step_inputs import step_inputs, step_inputs_ref, step_inputs_triton
@@ -93,47 +84,6 @@ def test_add_rms_norm_is_the_sum_and_its_norm() -> None:
     assert torch.equal(normed, rms_norm_ref(total, weight, 1e-5))
     with pytest.raises(ValueError, match=r"residual: expected \[T H\]"):
         add_rms_norm(x, residual[:1], weight, 1e-5)
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 32), (3, 5, 128), (2, 40, 64), (4, 3, 80)])
-def test_rope(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    tokens, heads, dim = shape
-    x = randn(tokens, heads + 2, dim, dtype=dtype)[:, 1:-1]
-    table = rope_table(inverse_frequencies(dim, 10000.0), 4000)
-    cos_sin = table[torch.randint(0, 4000, (tokens,))].to(KERNEL_DEVICE)
-    held(rope_triton(x, cos_sin), rope_ref(x.float(), cos_sin), rope_ref(x, cos_sin))
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(4, 2, 128), (0, 3, 64), (9, 3, 80), (32, 8, 32)]
-)
-@pytest.mark.parametrize("norms", ["qk", "k"])
-def test_qk_norm_rope(heads: int, kv_heads: int, dim: int, norms: str, dtype: torch.dtype) -> None:
-    qkv = 2 * randn(3, heads + 2 * kv_heads, dim, dtype=dtype)
-    x = qkv[:, : heads + kv_heads]
-    q = randn(dim, dtype=dtype) if "q" in norms else None
-    k = randn(dim, dtype=dtype)
-    cos_sin = rope_table(inverse_frequencies(dim, 10000.0), 99)[[5, 0, 98]].to(KERNEL_DEVICE)
-    exact = qk_norm_rope_ref(
-        x.float(), None if q is None else q.float(), k.float(), heads, 1e-6, cos_sin
-    )
-    held(
-        qk_norm_rope_triton(x, q, k, heads, 1e-6, cos_sin),
-        exact,
-        qk_norm_rope_ref(x, q, k, heads, 1e-6, cos_sin),
-    )
-
-
-def test_qk_norm_rope_is_norm_then_rope() -> None:
-    x, q, k = torch.randn(2, 5, 8), torch.randn(8), torch.randn(8)
-    cos_sin = rope_table(inverse_frequencies(8, 100.0), 10)[[3, 7]]
-    parts = torch.cat((rms_norm_ref(x[:, :3], q, 1e-6), rms_norm_ref(x[:, 3:], k, 1e-6)), dim=1)
-    assert torch.equal(qk_norm_rope(x, q, k, 3, 1e-6, cos_sin), rope_ref(parts, cos_sin))
-    assert torch.equal(qk_norm_rope(x, None, None, 3, 1e-6, cos_sin), rope_ref(x, cos_sin))
 
 
 @needs_triton

@@ -8,7 +8,7 @@ import torch
 from engine.kernels.activation import silu_mul
 from engine.kernels.linear import Linear
 from engine.kernels.norms import rms_norm
-from engine.kernels.rope import inverse_frequencies, rope, rope_table
+from engine.kernels.rope import inverse_frequencies, rope_ref, rope_table
 
 
 def test_rope_rotates_half_split_pairs() -> None:
@@ -16,7 +16,7 @@ def test_rope_rotates_half_split_pairs() -> None:
     inv = inverse_frequencies(dim, theta)
     x = torch.randn(3, 2, dim)
     positions = torch.tensor([0, 5, 17])
-    out = rope(x, rope_table(inv, 32)[positions])
+    out = rope_ref(x, rope_table(inv, 32)[positions])
     for t, p in enumerate(positions.tolist()):
         for i in range(dim // 2):
             angle = p / theta ** (2 * i / dim)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from engine.kernels.kv_store import kv_store
 from engine.kernels.paged_attention import AttentionBatch, locate_kv, paged_attention
+from engine.kernels.rope_store import kv_store_ref
 from engine.kernels.step_inputs import step_inputs
 
 SIZE = 4
@@ -94,7 +94,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
 def test_padding_writes_nothing() -> None:
     cache = torch.full((2, 6, 1, 2), 7.0)
     x = torch.randn(3, 1, 2)
-    kv_store(x, -x, cache[0], cache[1], torch.tensor([4, -1, 0]))
+    kv_store_ref(x, -x, cache[0], cache[1], torch.tensor([4, -1, 0]))
     assert torch.equal(cache[0][[4, 0]], x[[0, 2]])
     assert torch.equal(cache[1][[4, 0]], -x[[0, 2]])
     assert bool((cache[:, [1, 2, 3, 5]] == 7.0).all())
@@ -111,10 +111,3 @@ def test_step_inputs_by_hand() -> None:
     assert out.token_ids.tolist() == [50, 51, 52, 60]
     assert out.positions.tolist() == [4, 5, 6, 9]
     assert out.cu_seqlens_q.tolist() == [0, 3, 4]
-
-
-def test_wrong_shape_names_the_argument() -> None:
-    with pytest.raises(ValueError, match=r"slots: expected \[T\]"):
-        kv_store(
-            *torch.zeros(2, 3, 1, 2), *torch.zeros(2, 6, 1, 2), torch.zeros(2, dtype=torch.int64)
-        )

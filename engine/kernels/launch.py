@@ -1,0 +1,37 @@
+"""Programmatic dependent launch: a kernel's start overlaps the end of the one before it.
+
+With few requests a layer's small kernels run 2 to 4 us each, and much of that is starting them. A
+dependent kernel may be set up while its predecessor still runs; it then waits, as the first thing
+it does, for all of the predecessor's writes. Each kernel says early that the next may be set up.
+
+Every kernel launched so must wait: "my predecessor is done" then also means that all before it are.
+Needs compute capability 9.0; elsewhere, and in the interpreter, launches are ordinary.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+
+def dependent(x: torch.Tensor) -> dict[str, Any]:
+    """Launch arguments for a kernel with a DEPENDENT flag, on the device of `x`."""
+    if x.is_cuda and _capable(x.device):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    return not knobs.runtime.interpret and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """Call before anything that reads or writes memory."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
