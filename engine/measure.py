@@ -1,8 +1,10 @@
 """How close a round comes to its matrix products: the numbers behind `dspark bench round`.
 
 The floor of a round is the time of its matrix products alone, on this engine's own weights, in one
-CUDA graph, measured in the same run: target and draft layers, both uses of the vocabulary head, the
-context projections and the Markov head's G products. A CPU has no graphs; there they are called.
+CUDA graph: target and draft layers, both uses of the vocabulary head, the context projections and
+the Markov head's G products. It is measured right before and right after the rounds, as long as
+they take: a card at its power limit slows down within a second, and both have to meet the same card.
+A CPU has no graphs; there the products are called.
 """
 
 import time
@@ -36,7 +38,7 @@ class RoundTimes:
     """Wall time in which the device computed neither: waiting for the host."""
 
     floor: float
-    """The matrix products alone."""
+    """The matrix products alone, beside the rounds."""
 
     committed: float
     """Tokens a request commits per round."""
@@ -84,18 +86,23 @@ def measure_round(
         )
         for i in range(num_reqs)
     ]
+    floor = _timer(engine, lambda: None, _round_products(engine, num_reqs, width))
     engine.submit(many, speculate=speculate)
     while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
         engine.step()
+    begin = time.perf_counter()
     for _ in range(warmup):
         engine.step()
     _synchronize(engine)
+    stretch = (time.perf_counter() - begin) / warmup * rounds
+    floors = _repeat(floor, stretch)
     before, tokens = dict(engine.stats.seconds), engine.stats.output_tokens
     begin = time.perf_counter()
     for _ in range(rounds):
         engine.step()
     _synchronize(engine)
     wall = time.perf_counter() - begin
+    floors += _repeat(floor, stretch)
     engine.runner.clock.settle()
     after = engine.stats.seconds
     spent = {p: after.get(p, 0.0) - before.get(p, 0.0) for p in ("draft", "verify")}
@@ -111,7 +118,7 @@ def measure_round(
         markov=_markov_ms(engine, num_reqs) if width > 1 else 0.0,
         verify=spent["verify"] * each,
         gap=max(wall - spent["draft"] - spent["verify"], 0.0) * each,
-        floor=floor_ms(engine, num_reqs, width),
+        floor=median(floors),
         committed=committed,
         kv_bytes=kv * _kv_bytes_per_token(engine),
     )
@@ -129,17 +136,6 @@ def describe(engine: Engine) -> dict[str, str]:
         "dtype": config.dtype,
         "gamma": str(engine.gamma),
     }
-
-
-def floor_ms(engine: Engine, num_reqs: int, width: int) -> float:
-    """Milliseconds of a round's matrix products alone.
-
-    Args:
-        engine: Whose weights.
-        num_reqs: R.
-        width: Target queries per request: 1 is a plain step, G+1 a full round.
-    """
-    return _time(engine, lambda: None, _round_products(engine, num_reqs, width))
 
 
 def _round_products(engine: Engine, num_reqs: int, width: int) -> list[tuple[Linear, int]]:
@@ -184,14 +180,17 @@ def _markov_ms(engine: Engine, num_reqs: int) -> float:
             base, states, index, draft.markov, draft.draft_to_target, params, index, sampled=False
         )
 
-    return _time(engine, chain, [])
+    return median(_repeat(_timer(engine, chain, []), 0.05))
 
 
 @torch.inference_mode()
-def _time(
-    engine: Engine, body: Callable[[], None], products: list[tuple[Linear, int]], repeats: int = 15
-) -> float:
-    """Median milliseconds of `body` and the products, from one graph where there are graphs."""
+def _timer(
+    engine: Engine, body: Callable[[], None], products: list[tuple[Linear, int]]
+) -> Callable[[], float]:
+    """What runs `body` and the products once and says how many milliseconds that took.
+
+    One graph where there are graphs; calls elsewhere.
+    """
     device = engine.runner.rows.device
     dtype = engine.runner.net.target.embedding.dtype
     inputs = {
@@ -199,13 +198,14 @@ def _time(
         for m, rows in products
     }
 
+    @torch.inference_mode()
     def work() -> None:
         body()
         for matrix, rows in products:
             matrix(inputs[matrix.in_features, rows])
 
     if device.type != "cuda":
-        return 1e3 * median(_wall(work) for _ in range(repeats))
+        return lambda: 1e3 * _wall(work)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -215,16 +215,25 @@ def _time(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    graph.replay()
-    times: list[float] = []
-    for _ in range(repeats):
+
+    def replay() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(float(start.elapsed_time(end)))
-    return median(times)
+        return float(start.elapsed_time(end))
+
+    replay()
+    return replay
+
+
+def _repeat(timer: Callable[[], float], seconds: float) -> list[float]:
+    """Times of runs one after the other: for `seconds`, but at least 5."""
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < 1e3 * seconds:
+        times.append(timer())
+    return times
 
 
 def _wall(work: Callable[[], None]) -> float:
