@@ -3,7 +3,7 @@
 The floor of a round is the time of its matrix products alone, on this engine's own weights, in one
 CUDA graph: target and draft layers, both uses of the vocabulary head, the context projections and
 the Markov head's G products. It is measured right before and right after the rounds, as long as
-they take: a card at its power limit slows down within a second, and both have to meet the same card.
+they take: a card at its power limit slows down within a second, and both have to meet the same one.
 A CPU has no graphs; there the products are called.
 """
 
@@ -217,6 +217,7 @@ def _timer(
         work()
 
     def replay() -> float:
+        assert inputs is not None  # the graph reads them: they live as long as it does
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import dependent, wait_for_inputs
 from engine.kernels.noise_triton import gumbel_tile
 
 
@@ -130,6 +131,7 @@ class MarkovChain:
             PROGRAMS=programs,
             BLOCK=triton.next_power_of_2(programs),
             BLOCK_RANK=triton.next_power_of_2(rank),
+            **dependent(self.w1),
         )
         return self.prev_embeds[:, min(k, gamma - 1)]
 
@@ -163,6 +165,7 @@ class MarkovChain:
             TILE=tiles.vocab,
             BLOCK_RANK=max(tiles.rank, triton.next_power_of_2(rank)),
             STEP_RANK=tiles.rank,
+            **dependent(base),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
@@ -185,7 +188,9 @@ def _next_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     prev = tl.load(anchors_ptr + row)
     if k > 0:
@@ -229,7 +234,9 @@ def _step_kernel(
     TILE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     STEP_RANK: tl.constexpr,  # = BLOCK_RANK: one product; less: summed
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_inputs(DEPENDENT)
     # neighbours in launch order share a tile of W2 in the cache
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first, programs = tl.program_id(1), tl.num_programs(1)

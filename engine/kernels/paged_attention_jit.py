@@ -42,7 +42,6 @@ def attention_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One tile against one split of its keys. Grid [K, U, tiles]."""
-    wait_for_inputs(DEPENDENT)
     head = tl.program_id(0)
     split = tl.program_id(1)
     num_splits = tl.num_programs(1)
@@ -60,6 +59,8 @@ def attention_kernel(
     queries = tl.load(cu_ptr + row + 1) - begin
     seq_len = tl.load(seq_lens_ptr + row)
     live_tokens = tl.load(cu_ptr + num_reqs)
+    # the lengths are older than the product that made q: only what follows has to wait
+    wait_for_inputs(DEPENDENT)
     if split == 0:
         for t in range(live_tokens + tile, num_tokens, tl.num_programs(2)):
             _zero_heads(out_ptr, t, head, num_heads, GROUP, D, BLOCK_D)

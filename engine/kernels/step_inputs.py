@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.contract import Dims
+from engine.kernels.launch import dependent, wait_for_inputs
 
 
 class StepInputs(NamedTuple):
@@ -101,6 +102,7 @@ def step_inputs_triton(
         BLOCK_R=triton.next_power_of_2(num_reqs + 1),
         BLOCK=triton.next_power_of_2(width + 1),
         BLOCK_PAD=256,
+        **dependent(lens),
     )
     return StepInputs(ids, positions, cu)
 
@@ -121,7 +123,9 @@ def _step_inputs_kernel(
     BLOCK_R: tl.constexpr,  # >= R + 1
     BLOCK: tl.constexpr,  # >= F + 1
     BLOCK_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     before = tl.arange(0, BLOCK_R)
     # every program sums the lengths before its own: no second launch, no order among programs

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Items
 
 import torch
 
+from engine.kernels.layout import Layout, gather_layout
 from engine.kernels.sampling import SamplingRows
 from engine.request import SamplingParams
 
@@ -31,13 +32,22 @@ class Rows:
         self._ints = zeros(2, num_rows, dtype=torch.int64)
         self._num_blocks = [0] * num_rows
 
+    def layout(self, index: torch.Tensor, width: int) -> tuple[Layout, SamplingRows]:
+        """Where rows `index` [R] int64 continue with `width` tokens each, and their parameters."""
+        at = gather_layout(
+            index,
+            self.anchor,
+            self.num_computed,
+            self.block_table,
+            self._floats,
+            self._ints,
+            width,
+        )
+        return at, _sampling_rows(at.floats, at.ints)
+
     def params(self, index: torch.Tensor) -> SamplingRows:
         """Sampling parameters of the rows at `index` [R] int64."""
-        temperature, top_p, min_p = self._floats[:, index].unbind()
-        top_k, noise_key = self._ints[:, index].unbind()
-        return SamplingRows(
-            temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, noise_key=noise_key
-        )
+        return _sampling_rows(self._floats[:, index], self._ints[:, index])
 
     def start(self, rows: Items[int], params: Items[SamplingParams], keys: Items[int]) -> None:
         """Bind requests to rows: their sampling parameters and noise keys."""
@@ -73,3 +83,12 @@ class Rows:
         if self.device.type == "cuda":
             return x.pin_memory().to(self.device, non_blocking=True)
         return x
+
+
+def _sampling_rows(floats: torch.Tensor, ints: torch.Tensor) -> SamplingRows:
+    """Of [3, R] and [2, R], in the order `Rows.start` writes."""
+    temperature, top_p, min_p = floats.unbind()
+    top_k, noise_key = ints.unbind()
+    return SamplingRows(
+        temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, noise_key=noise_key
+    )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from engine.kernels.acceptance import Acceptance, Drafts, accept
+from engine.kernels.commit import commit
 from engine.kernels.markov import scatter_logits
 from engine.kernels.noise import ACCEPT, uniform
 from engine.kernels.sampling import sample
@@ -41,15 +42,6 @@ class Prompt(NamedTuple):
     cu_seqlens_q: torch.Tensor  # [R+1] int32
     seq_lens: torch.Tensor  # [R] int32, KV tokens after this chunk
     max_query_len: int
-
-
-class Layout(NamedTuple):
-    """Where members continue. R requests."""
-
-    anchors: torch.Tensor  # [R] int64
-    starts: torch.Tensor  # [R] int64, the anchors' positions
-    live: torch.Tensor  # [R] bool, False for padding
-    block_table: torch.Tensor  # [R, M] int32
 
 
 class Steps:
@@ -125,24 +117,22 @@ class Steps:
         gamma, num_reqs = self.net.num_speculative_tokens, len(members.index)
         first = 0 if draft.spec.sample_from_anchor else 1
         width = gamma + first
-        at = self._layout(members.index)
+        at, params = self.rows.layout(members.index, width)
         masks = torch.full(
             (num_reqs, width - 1), draft.spec.mask_token_id, device=members.index.device
         )
-        lens = torch.where(at.live, width, 0).int()
-        inputs = step_inputs(at.anchors, masks, at.starts, lens, num_reqs * width)
+        inputs = step_inputs(at.anchors, masks, at.starts, at.lens, num_reqs * width)
         batch = attention_batch(
             members,
             at.block_table,
             inputs.cu_seqlens_q,
-            torch.where(at.live, at.starts + width, 0).int(),
+            at.seq_lens,
             width,
             kv.kv_block_size,
         )
         slots = self._slots(at.block_table, inputs.positions, inputs.cu_seqlens_q)
         hidden = draft.forward(inputs.token_ids, inputs.positions, slots, batch, kv)
         hidden = hidden.view(num_reqs, width, -1)[:, first:]
-        params = self.rows.params(members.index)
         chain = draft.chain(hidden, at.anchors, params, at.starts, sampled=sampled)
         self.last_confidence = draft.confidence(hidden, chain)
         logits = chain.logits
@@ -166,18 +156,18 @@ class Steps:
             [R, 1+W] int64: how many tokens a request commits, in [1, W], then the tokens, -1 after
             them; 0 where a logit that decides is not finite.
         """
-        num_reqs, at = len(members.index), self._layout(members.index)
+        num_reqs = len(members.index)
         if drafts is None:
-            drafts = Drafts(at.anchors.new_empty((num_reqs, 0)), self._no_logits(num_reqs))
+            drafts = Drafts(members.index.new_empty((num_reqs, 0)), self._no_logits(num_reqs))
         width = drafts.token_ids.shape[1] + 1
-        lens = torch.where(at.live, width, 0).int()
-        inputs = step_inputs(at.anchors, drafts.token_ids, at.starts, lens, num_reqs * width)
+        at, params = self.rows.layout(members.index, width)
+        inputs = step_inputs(at.anchors, drafts.token_ids, at.starts, at.lens, num_reqs * width)
         cu = inputs.cu_seqlens_q
         batch = attention_batch(
             members,
             at.block_table,
             cu,
-            torch.where(at.live, at.starts + width, 0).int(),
+            at.seq_lens,
             width,
             self.net.target_kv.kv_block_size,
         )
@@ -186,27 +176,15 @@ class Steps:
             inputs.token_ids, inputs.positions, slots, batch, self.net.target_kv, self._taps()
         )
         logits = self.net.target.logits(hidden)
-        params = self.rows.params(members.index)
         accepted = accept(logits, cu, drafts, params, at.starts, sampled=sampled, filtered=filtered)
         if self.synthetic_acceptance is not None:
             accepted = synthesize(
                 accepted, drafts.token_ids, self.synthetic_acceptance, params.noise_key, at.starts
             )
-        counts = torch.where(accepted.finite & at.live, accepted.num_committed, 0)
-        self._store_context(taps, inputs.positions, _kept_slots(slots, cu, counts))
-        last = accepted.token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        anchors = torch.where(counts > 0, last, at.anchors)
-        self.rows.place(members.index, at.starts + counts, anchors)
-        return torch.cat((counts[:, None], accepted.token_ids), dim=1)
-
-    def _layout(self, index: torch.Tensor) -> Layout:
         rows = self.rows
-        return Layout(
-            rows.anchor[index],
-            rows.num_computed[index],
-            index != rows.spare,
-            rows.block_table[index],
-        )
+        done = commit(accepted, cu, slots, members.index, at, rows.anchor, rows.num_computed)
+        self._store_context(taps, inputs.positions, done.slots)
+        return done.result
 
     def _taps(self) -> tuple[int, ...]:
         draft = self.net.draft
@@ -228,14 +206,6 @@ class Steps:
     def _no_logits(self, num_reqs: int) -> torch.Tensor:
         vocab = self.net.target.spec.vocab_size
         return torch.empty((num_reqs, 0, vocab), device=self.rows.device)
-
-
-def _kept_slots(slots: torch.Tensor, cu: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """[T] slots of committed inputs, -1 for rejected drafts: their hidden states mean nothing."""
-    token = torch.arange(len(slots), device=slots.device)
-    request = torch.searchsorted(cu[1:].long(), token, right=True).clamp(max=len(counts) - 1)
-    kept = token - cu[request] < counts[request]
-    return torch.where(kept & (token < cu[-1]), slots, -1)
 
 
 def synthesize(

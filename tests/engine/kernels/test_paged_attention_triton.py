@@ -232,6 +232,7 @@ def test_layouts_are_checked() -> None:
 
 def test_splits_give_every_multiprocessor_a_program() -> None:
     assert choose_num_splits(8, 4096, 64, 132) == 16
+    assert choose_num_splits(8, 1200, 64, 132) == 8  # few keys: not more than 8
     assert choose_num_splits(8, 300, 64, 132) == 5  # never less than a step each
     assert choose_num_splits(100, 4096, 64, 132) == 1
     assert choose_num_splits(512, 4096, 64, 132) == 1
