@@ -33,7 +33,6 @@ class AttentionBatch:
     query_lens: tuple[int, ...]  # host copy of the differences of cu_seqlens_q
     kv_lens: tuple[int, ...]  # host copy of seq_lens
     kv_index: tuple[slice | torch.Tensor, ...]  # host: where each request's KV lies, in order
-    arrivals: torch.Tensor | None = None  # int32 zeros: programs that share keys count here
 
     @property
     def max_query_len(self) -> int:

@@ -8,9 +8,6 @@ import torch
 from engine.kernels.paged_attention import AttentionBatch, locate_kv
 from engine.sequence import Sequence
 
-_COUNTERS = 256
-"""Keys are shared only while there are fewer programs than multiprocessors."""
-
 
 @dataclass(frozen=True, slots=True)
 class Members:
@@ -38,11 +35,10 @@ def attention_batch(
         max_query_len: Most queries of one request.
         kv_block_size: S.
     """
-    on_gpu = block_table.is_cuda
     # bounds are enough for the kernels; the reference takes lengths from the host
     query_lens, kv_lens = [max_query_len], [block_table.shape[1] * kv_block_size]
     kv_index: list[slice | torch.Tensor] = []
-    if not on_gpu:
+    if not block_table.is_cuda:
         count = len(members.sequences)
         query_lens, kv_lens = cu_seqlens_q.diff().tolist()[:count], seq_lens.tolist()[:count]
         kv_index = [
@@ -57,7 +53,4 @@ def attention_batch(
         query_lens=tuple(query_lens),
         kv_lens=tuple(kv_lens),
         kv_index=tuple(kv_index),
-        arrivals=torch.zeros(_COUNTERS, dtype=torch.int32, device=seq_lens.device)
-        if on_gpu
-        else None,
     )
