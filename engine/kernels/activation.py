@@ -7,23 +7,22 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.ahead import NORM_BYTES, prefetch_rows, prefetching
 from engine.kernels.contract import Dims
 from engine.kernels.launch import dependent, wait_for_inputs
 
 
-def silu_mul(gate_up: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Combine the halves of the last dimension.
 
     Args:
         gate_up: [T, 2I]: gate, then up.
-        ahead: [out, in] weights of the product that follows, to bring nearer; or None.
 
     Returns:
         [T, I] in gate_up's dtype.
     """
     Dims().check("gate_up", gate_up, "T _")
-    return silu_mul_triton(gate_up, ahead) if gate_up.is_cuda else silu_mul_ref(gate_up)
+    impl = silu_mul_triton if gate_up.is_cuda else silu_mul_ref
+    return impl(gate_up)
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -32,53 +31,28 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def silu_mul_triton(gate_up: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_mul` as one launch."""
     if gate_up.stride(-1) != 1:
         gate_up = gate_up.contiguous()
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
-    columns = triton.cdiv(width, block)
-    following = prefetching(ahead, num_tokens, NORM_BYTES, num_warps=4)
-    extra = triton.cdiv(following["NEXT_PROGRAMS"], columns)
-    _silu_mul_kernel[(num_tokens + extra, columns)](
-        out,
-        gate_up,
-        gate_up.stride(0),
-        num_tokens,
-        I=width,
-        BLOCK=block,
-        **following,
-        **dependent(gate_up),
+    _silu_mul_kernel[(num_tokens, triton.cdiv(width, block))](
+        out, gate_up, gate_up.stride(0), I=width, BLOCK=block, **dependent(gate_up)
     )
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens", "next_rows", "next_bytes"])
+@triton.jit
 def _silu_mul_kernel(
     out_ptr,  # [T, I], out
     gate_up_ptr,  # [T, 2I]
     gate_up_stride,
-    num_tokens,  # T
-    next_ptr,  # weights of the next product; NEXT_PROGRAMS > 0 only, as are the next three
-    next_rows,
-    next_row_bytes,
-    next_bytes,
     I: tl.constexpr,  # noqa: E741
     BLOCK: tl.constexpr,
-    NEXT_PROGRAMS: tl.constexpr,
-    LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    if NEXT_PROGRAMS > 0:
-        work = num_tokens
-        if tl.program_id(0) >= work:
-            program = (tl.program_id(0) - work) * tl.num_programs(1) + tl.program_id(1)
-            prefetch_rows(
-                program, next_ptr, next_rows, next_row_bytes, next_bytes, NEXT_PROGRAMS, LANES
-            )
-            return
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -19,14 +19,9 @@ from triton import knobs
 
 def dependent(x: torch.Tensor) -> dict[str, Any]:
     """Launch arguments for a kernel with a DEPENDENT flag, on the device of `x`."""
-    if is_capable(x):
+    if x.is_cuda and _capable(x.device):
         return {"DEPENDENT": True, "launch_pdl": True}
     return {"DEPENDENT": False}
-
-
-def is_capable(x: torch.Tensor) -> bool:
-    """Is `x` on a device with dependent launches?"""
-    return x.is_cuda and _capable(x.device)
 
 
 @cache

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.ahead import NORM_BYTES, prefetch_rows, prefetching
 from engine.kernels.contract import Dims
 from engine.kernels.launch import dependent, wait_for_inputs
 
@@ -18,21 +17,19 @@ _TILE = 2048
 """Elements a program aims at: many short rows (heads), or one long one."""
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, ahead: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dimension of `x`.
 
     Args:
         x: [..., H], float32, bfloat16 or float16; any strides but the last, which is 1.
         weight: [H] in x's dtype.
         eps: Added to the mean square.
-        ahead: [out, in] weights of the product that follows, to bring nearer; or None.
 
     Returns:
         [..., H] in x's dtype.
     """
-    return rms_norm_triton(x, weight, eps, ahead) if x.is_cuda else rms_norm_ref(x, weight, eps)
+    impl = rms_norm_triton if x.is_cuda else rms_norm_ref
+    return impl(x, weight, eps)
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -42,22 +39,16 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     return (wide * scale).to(x.dtype) * weight
 
 
-def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, ahead: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm` as one launch; short rows share a program."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x if x.ndim == 3 else x.reshape(-1, 1, x.shape[-1])
-    _launch(rows, rows, weight, eps, out, out, ahead, add=False)
+    _launch(rows, rows, weight, eps, out, out, add=False)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    ahead: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a layer's output to the residual stream and normalise the sum for the next layer.
 
@@ -66,7 +57,6 @@ def add_rms_norm(
         residual: [T, H] in x's dtype.
         weight: [H] in x's dtype.
         eps: Added to the mean square.
-        ahead: [out, in] weights of the product that follows, to bring nearer; or None.
 
     Returns:
         The normed sum and the sum, both [T, H] in x's dtype.
@@ -75,9 +65,8 @@ def add_rms_norm(
     dims.check("x", x, "T H")
     dims.check("residual", residual, "T H", x.dtype)
     dims.check("weight", weight, "H", x.dtype)
-    if x.is_cuda:
-        return add_rms_norm_triton(x, residual, weight, eps, ahead)
-    return add_rms_norm_ref(x, residual, weight, eps)
+    impl = add_rms_norm_triton if x.is_cuda else add_rms_norm_ref
+    return impl(x, residual, weight, eps)
 
 
 def add_rms_norm_ref(
@@ -89,16 +78,12 @@ def add_rms_norm_ref(
 
 
 def add_rms_norm_triton(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    ahead: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` as one launch."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x[:, None], residual[:, None], weight, eps, normed, total, ahead, add=True)
+    _launch(x[:, None], residual[:, None], weight, eps, normed, total, add=True)
     return normed, total
 
 
@@ -109,7 +94,6 @@ def _launch(
     eps: float,
     out: torch.Tensor,
     total: torch.Tensor,
-    ahead: torch.Tensor | None,
     *,
     add: bool,
 ) -> None:
@@ -121,9 +105,7 @@ def _launch(
     outer, inner, width = x.shape
     block = triton.next_power_of_2(width)
     rows = max(1, _TILE // block)
-    following = prefetching(ahead, outer, NORM_BYTES, num_warps=8 if block > _TILE else 4)
-    programs = triton.cdiv(outer * inner, rows)
-    _rms_norm_kernel[(programs + following["NEXT_PROGRAMS"],)](
+    _rms_norm_kernel[(triton.cdiv(outer * inner, rows),)](
         out,
         total,
         x,
@@ -140,12 +122,12 @@ def _launch(
         ADD=add,
         ROWS=rows,
         BLOCK=block,
-        **following,
         **dependent(x),
+        num_warps=8 if block > _TILE else 4,
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "next_rows", "next_bytes"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     out_ptr,  # [outer, inner, H], out
     total_ptr,  # [outer, inner, H], out; ADD only
@@ -159,26 +141,12 @@ def _rms_norm_kernel(
     eps,
     num_rows,  # outer * inner
     inner,
-    next_ptr,  # weights of the next product; NEXT_PROGRAMS > 0 only, as are the next three
-    next_rows,
-    next_row_bytes,
-    next_bytes,
     H: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    NEXT_PROGRAMS: tl.constexpr,
-    LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    if NEXT_PROGRAMS > 0:
-        work = tl.num_programs(0) - NEXT_PROGRAMS
-        if tl.program_id(0) >= work:
-            program = (tl.program_id(0) - work) * tl.num_programs(1) + tl.program_id(1)
-            prefetch_rows(
-                program, next_ptr, next_rows, next_row_bytes, next_bytes, NEXT_PROGRAMS, LANES
-            )
-            return
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.ahead import ROPE_BYTES, prefetch_rows, prefetching
 from engine.kernels.contract import Dims
 from engine.kernels.launch import dependent, wait_for_inputs
 from engine.kernels.norms import rms_norm_ref
@@ -27,7 +26,6 @@ def rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate q and k heads; k and v go to their slots, in place.
 
@@ -40,7 +38,6 @@ def rope_store(
         k_cache: [slots, K, D], one layer.
         v_cache: [slots, K, D].
         slots: [T] int64; negative slots write nothing.
-        ahead: [out, in] weights of the product after attention, to bring nearer; or None.
 
     Returns:
         [T, Q, D] in qkv's dtype.
@@ -54,8 +51,8 @@ def rope_store(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             dims.check(name, weight, "D", qkv.dtype)
-    args = (qkv, q_weight, k_weight, eps, cos_sin, k_cache, v_cache, slots)
-    return rope_store_triton(*args, ahead) if qkv.is_cuda else rope_store_ref(*args)
+    impl = rope_store_triton if qkv.is_cuda else rope_store_ref
+    return impl(qkv, q_weight, k_weight, eps, cos_sin, k_cache, v_cache, slots)
 
 
 def rope_store_ref(
@@ -106,7 +103,6 @@ def rope_store_triton(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_store` as one launch: a program per token and group of heads.
 
@@ -126,10 +122,7 @@ def rope_store_triton(
         return out
     half = triton.next_power_of_2(head_dim // 2)
     heads = min(triton.next_power_of_2(num_rows), max(1, 1024 // half))
-    groups = triton.cdiv(num_rows, heads)
-    following = prefetching(ahead, num_tokens, ROPE_BYTES, num_warps=4)
-    extra = triton.cdiv(following["NEXT_PROGRAMS"], groups)
-    _rope_store_kernel[(num_tokens + extra, groups)](
+    _rope_store_kernel[(num_tokens, triton.cdiv(num_rows, heads))](
         out,
         k_cache,
         v_cache,
@@ -143,7 +136,6 @@ def rope_store_triton(
         eps,
         cos_sin.contiguous(),
         slots,
-        num_tokens,
         Q=num_rows - 2 * kv_heads,
         K=kv_heads,
         HALF=head_dim // 2,
@@ -151,13 +143,12 @@ def rope_store_triton(
         K_NORM=k_weight is not None,
         HEADS=heads,
         BLOCK=half,
-        **following,
         **dependent(qkv),
     )
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens", "next_rows", "next_bytes"])
+@triton.jit
 def _rope_store_kernel(
     out_ptr,  # [T, Q, 2*HALF], out
     k_cache_ptr,  # [P, K, 2*HALF], out
@@ -172,11 +163,6 @@ def _rope_store_kernel(
     eps,
     cos_sin_ptr,  # [T, 2, HALF] float32
     slots_ptr,  # [T] int64
-    num_tokens,  # T
-    next_ptr,  # weights of the next product; NEXT_PROGRAMS > 0 only, as are the next three
-    next_rows,
-    next_row_bytes,
-    next_bytes,
     Q: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
@@ -184,18 +170,8 @@ def _rope_store_kernel(
     K_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,  # >= HALF
-    NEXT_PROGRAMS: tl.constexpr,
-    LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    if NEXT_PROGRAMS > 0:
-        work = num_tokens
-        if tl.program_id(0) >= work:
-            program = (tl.program_id(0) - work) * tl.num_programs(1) + tl.program_id(1)
-            prefetch_rows(
-                program, next_ptr, next_rows, next_row_bytes, next_bytes, NEXT_PROGRAMS, LANES
-            )
-            return
     wait_for_inputs(DEPENDENT)
     # int64 before the multiply: token * stride and slot * stride pass 2**31
     token = tl.program_id(0).to(tl.int64)

@@ -78,7 +78,7 @@ class Decoder:
             if i in taps:
                 tapped.append(before)
             stream = layer(normed, before, ctx, i)
-        hidden, after = stream.enter(self.norm, self.spec.layers.norm_eps, self.lm_head)
+        hidden, after = stream.enter(self.norm, self.spec.layers.norm_eps)
         if len(self.layers) in taps:
             tapped.append(after)
         return hidden, torch.cat(tapped, dim=-1) if taps else None

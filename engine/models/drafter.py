@@ -175,7 +175,7 @@ class Drafter:
                 causal=self.spec.causal[i],
                 window=self.spec.windows[i],
             )
-        return stream.enter(self.norm, self.spec.layers.norm_eps, self.lm_head)[0]
+        return stream.enter(self.norm, self.spec.layers.norm_eps)[0]
 
     def chain(
         self,

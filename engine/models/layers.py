@@ -54,13 +54,11 @@ class Stream(NamedTuple):
     residual: torch.Tensor  # [T, H]
     delta: torch.Tensor | None  # [T, H]; None: nothing to add
 
-    def enter(
-        self, weight: torch.Tensor, eps: float, following: Linear
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMS norm of the whole stream, for `following`, and the whole stream; both [T, H]."""
+    def enter(self, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """RMS norm of the whole stream, and the whole stream; both [T, H]."""
         if self.delta is None:
-            return rms_norm(self.residual, weight, eps, following.weight), self.residual
-        return add_rms_norm(self.delta, self.residual, weight, eps, following.weight)
+            return rms_norm(self.residual, weight, eps), self.residual
+        return add_rms_norm(self.delta, self.residual, weight, eps)
 
 
 def make_rope_table(spec: LayersSpec, num_positions: int, device: torch.device) -> torch.Tensor:
@@ -106,15 +104,7 @@ class Attention:
         qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         k_cache, v_cache = ctx.kv.k[layer], ctx.kv.v[layer]
         q = rope_store(
-            qkv,
-            self.q_norm,
-            self.k_norm,
-            spec.norm_eps,
-            ctx.cos_sin,
-            k_cache,
-            v_cache,
-            ctx.slots,
-            self.o.weight,
+            qkv, self.q_norm, self.k_norm, spec.norm_eps, ctx.cos_sin, k_cache, v_cache, ctx.slots
         )
         out = paged_attention(
             q,
@@ -158,7 +148,7 @@ class DecoderLayer:
 
     def enter(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """Input norm: the normed input [T, H], and the residual stream before this layer."""
-        return stream.enter(self.input_norm, self.eps, self.attention.qkv)
+        return stream.enter(self.input_norm, self.eps)
 
     def __call__(
         self,
@@ -172,5 +162,5 @@ class DecoderLayer:
     ) -> Stream:
         """The layer's work on what `enter` gave."""
         delta = self.attention(normed, ctx, layer, causal=causal, window=window)
-        normed, residual = Stream(residual, delta).enter(self.post_norm, self.eps, self.gate_up)
-        return Stream(residual, self.down(silu_mul(self.gate_up(normed), self.down.weight)))
+        normed, residual = add_rms_norm(delta, residual, self.post_norm, self.eps)
+        return Stream(residual, self.down(silu_mul(self.gate_up(normed))))

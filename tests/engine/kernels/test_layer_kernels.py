@@ -140,22 +140,3 @@ def test_a_padded_step_has_no_slots_in_its_padding() -> None:
     want = slot_mapping_ref(table, inputs.positions, inputs.cu_seqlens_q, 16)
     torch.testing.assert_close(slots, want, rtol=0, atol=0)
     assert slots[5:].tolist() == [PAD_SLOT] * 6
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 200])
-def test_weights_asked_for_ahead_change_nothing(tokens: int) -> None:
-    # rows that do not fill the programs, and fewer bytes than asked for
-    for shape in ((3000, 512), (7, 64), (20000, 4096)):
-        following = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        kept = following.clone()
-        x, w = randn(tokens, 512, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16)
-        assert torch.equal(rms_norm_triton(x, w, 1e-5, following), rms_norm_triton(x, w, 1e-5))
-        for a, b in zip(
-            add_rms_norm_triton(x, x, w, 1e-5, following),
-            add_rms_norm_triton(x, x, w, 1e-5),
-            strict=True,
-        ):
-            assert torch.equal(a, b)
-        assert torch.equal(silu_mul_triton(x, following), silu_mul_triton(x))
-        assert torch.equal(following, kept)
