@@ -69,10 +69,9 @@ class ThroughputRun:
 
     def __init__(self, given: ThroughputOptions) -> None:
         self.given = given
-        shared = given.generate_options()
-        self.config = shared.engine_config()
-        self.rules = shared.rules()
-        self.template = shared.template_text()
+        self.config = given.engine_config()
+        self.rules = given.rules()
+        self.template = given.template_text()
         _ = given.data_name
         if given.out is not None:
             from evals.report import check_out

@@ -3,16 +3,17 @@
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from dspark_cli import backend
+from dspark_cli.engine_options import EngineOptions, Model, SyntheticAcceptance
+from dspark_cli.options import MEASURE, REPORT, Debug, option
+from dspark_cli.parameters import as_parameters
+from dspark_cli.parsers import counts, whole
 from dspark_cli.progress import LoadProgress
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.measure import RoundTimes
@@ -23,76 +24,85 @@ _HEADER = (
 )
 
 
-def bench_round(
-    model: Annotated[str, typer.Option("-m", "--model", help="Target, as shape:qwen3-8b.")],
-    draft: Annotated[
-        str | None, typer.Option("-d", "--draft", help="Drafter. Default: the shape's own.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    requests: Annotated[
-        str, typer.Option(help="Batch sizes, separated by commas.")
-    ] = "1,8,16,32,64,128,256",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to time at each size.")] = 60,
-    synthetic_acceptance: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0,
-            help="Commit this many tokens a round: random weights accept none.",
-        ),
-    ] = None,
-    eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="Launch kernels, replay no graphs.")
-    ] = False,
-    output_json: Annotated[Path | None, typer.Option(help="Write every number here.")] = None,
-) -> None:
+Requests = Annotated[
+    str, option(MEASURE, "Batch sizes to measure.", parser=counts, metavar="N,N,...")
+]
+PromptTokens = Annotated[
+    int, option(MEASURE, "Prompt tokens of each request.", parser=whole(1), metavar="N")
+]
+Rounds = Annotated[
+    int, option(MEASURE, "Rounds to time at each size.", parser=whole(1), metavar="N")
+]
+OutputJson = Annotated[
+    Path | None, option(REPORT, "Write every number here.", metavar="FILE", dir_okay=False)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOptions(EngineOptions):
+    """The command's parameters; what follows from the sizes to measure is no option."""
+
+    model: Model
+    requests: Requests = "1,8,16,32,64,128,256"
+    prompt_tokens: PromptTokens = 128
+    rounds: Rounds = 60
+    synthetic_acceptance: SyntheticAcceptance = None
+    max_num_seqs: int | None = field(default=None, init=False)
+    max_model_len: int | None = field(default=None, init=False)
+    enable_prefix_caching: bool = field(default=False, init=False)
+    output_json: OutputJson = None
+    debug: Debug = False
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes, rising."""
+        return [int(part) for part in self.requests.split(",")]
+
+    def draft_name(self) -> str | None:
+        """A shape brings its own drafter."""
+        if self.draft is None and str(self.model).startswith("shape:"):
+            return self.model
+        return super().draft_name()
+
+    def engine_config(self, **derived: Any) -> EngineConfig:
+        """The engine's settings, for the largest batch and the longest output."""
+        longest = self.prompt_tokens + 8 * (self.rounds + 40)
+        return super().engine_config(max_num_seqs=self.sizes[-1], max_model_len=longest, **derived)
+
+
+def bench_round(**values: Any) -> None:
     """Time rounds and plain steps in the engine's own loop, against their matrix products.
 
     The floor is the products alone, from one CUDA graph, in the same run. The table goes to stdout.
+    --model shape:qwen3-8b is random weights of that shape, with a drafter of its own.
     """
-    sizes = _sizes(requests)
+    given = RoundOptions(**values)
     begin = time.perf_counter()
-    own = model if model.startswith("shape:") else None
-    config = EngineConfig(
-        model=model,
-        draft=draft or own,
-        device=device,  # type: ignore[arg-type]
-        dtype=dtype,  # type: ignore[arg-type]
-        max_num_seqs=max(sizes),
-        max_model_len=prompt_tokens + 8 * (rounds + 40),
-        enable_prefix_caching=False,
-        enforce_eager=eager,
-        synthetic_acceptance=synthetic_acceptance,
-    )
+    config = given.engine_config()
     engine = backend.load_engine(config, LoadProgress(quiet=False))
     from engine.measure import describe, measure_round
 
     sys.stderr.write(f"dspark: loaded in {time.perf_counter() - begin:.1f} s\n")
     measured = [
-        measure_round(engine, n, speculate=speculate, prompt_tokens=prompt_tokens, rounds=rounds)
-        for n in sizes
-        for speculate in ([True, False] if config.draft else [False])
+        measure_round(
+            engine, n, speculate=kind, prompt_tokens=given.prompt_tokens, rounds=given.rounds
+        )
+        for n in given.sizes
+        for kind in ([True, False] if config.draft else [False])
     ]
-    about = {**describe(engine), "synthetic_acceptance": synthetic_acceptance, "eager": eager}
+    about = {
+        **describe(engine),
+        "synthetic_acceptance": given.synthetic_acceptance,
+        "eager": given.enforce_eager,
+    }
     sys.stdout.write(_HEADER + "".join(_row(m) for m in measured))
     sys.stdout.write(", ".join(f"{k} {v}" for k, v in about.items() if v) + "\n")
-    if output_json is not None:
-        whole = {"about": about, "rounds": [_numbers(m) for m in measured]}
-        output_json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    if given.output_json is not None:
+        whole_run = {"about": about, "rounds": [_numbers(m) for m in measured]}
+        given.output_json.write_text(json.dumps(whole_run, indent=1) + "\n", encoding="utf-8")
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise ConfigError(
-            f"--requests must be numbers >= 1 separated by commas, got {text!r}",
-            hint="as in --requests 1,8,64",
-        )
-    return sizes
+as_parameters(bench_round, RoundOptions)
 
 
 def _numbers(m: "RoundTimes") -> dict[str, Any]:

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from dspark_cli import options
-from dspark_cli.eval_options import EVALUATION, ComparePlain, EngineOptions, Limit, Out, Overwrite
-from dspark_cli.eval_options import option as _option
+from dspark_cli.eval_options import ComparePlain, EvalOptions, Out
+from dspark_cli.options import EVALUATION, SAMPLING, option
+from dspark_cli.parsers import sampling, whole
+from dspark_cli.sampling_options import MinP, TopK, TopP
 from engine.errors import ConfigError
 from evals.gates import Gate, parse_gates
 from evals.gsm8k.data import HUB_TEST, HUB_TRAIN
@@ -15,7 +16,7 @@ from evals.gsm8k.result import GATES, NEEDS_MODEL, NEEDS_PLAIN
 
 PresetName = Annotated[
     str | None,
-    _option(
+    option(
         EVALUATION,
         f"The recipe: {', '.join(PRESETS)}. It fixes prompt, shots, stops, limits and extractor. "
         "Default: boxed; question for --model demo and --rescore.",
@@ -24,7 +25,7 @@ PresetName = Annotated[
 ]
 Data = Annotated[
     str,
-    _option(
+    option(
         EVALUATION,
         "Problems: a JSONL or parquet file of question and answer, or a Hugging Face data set "
         "(downloaded once, then taken from its cache).",
@@ -33,7 +34,7 @@ Data = Annotated[
 ]
 ShotsData = Annotated[
     str,
-    _option(
+    option(
         EVALUATION,
         "Training rows that presets with shots show (lm-eval and vllm).",
         metavar="FILE",
@@ -41,22 +42,33 @@ ShotsData = Annotated[
 ]
 Shots = Annotated[
     int | None,
-    _option(EVALUATION, "Worked examples, in place of the preset's.", min=0, metavar="N"),
+    option(EVALUATION, "Worked examples, in place of the preset's.", parser=whole(0), metavar="N"),
 ]
 MaxTokens = Annotated[
     int | None,
-    _option(options.SAMPLING, "Output tokens, in place of the preset's.", min=1, metavar="N"),
+    option(
+        SAMPLING,
+        "Output tokens, in place of the preset's.",
+        parser=sampling("max_tokens"),
+        metavar="N",
+    ),
 ]
 Temperature = Annotated[
     float | None,
-    _option(options.SAMPLING, "In place of the preset's; 0 is greedy.", min=0.0, metavar="T"),
+    option(
+        SAMPLING,
+        "In place of the preset's; 0 is greedy.",
+        parser=sampling("temperature"),
+        metavar="T",
+    ),
 ]
 Seed = Annotated[
-    int | None, _option(options.SAMPLING, "In place of the preset's.", min=0, metavar="N")
+    int | None,
+    option(SAMPLING, "In place of the preset's.", parser=sampling("seed"), metavar="N"),
 ]
 Gates = Annotated[
     list[str] | None,
-    _option(
+    option(
         EVALUATION,
         "Exit with 4 unless this holds, as 'acc>=0.87' or 'mcnemar>0.05,al>=3.5'; repeatable. "
         "Names: " + ", ".join(GATES) + ".",
@@ -65,7 +77,7 @@ Gates = Annotated[
 ]
 Rescore = Annotated[
     Path | None,
-    _option(
+    option(
         EVALUATION,
         "Score the texts in this file, lines of index and text (output of dspark generate will "
         "do); no model is loaded.",
@@ -77,25 +89,23 @@ Rescore = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gsm8kOptions(EngineOptions):
+class Gsm8kOptions(EvalOptions):
     """The command's parameters."""
 
     preset: PresetName = None
     data: Data = HUB_TEST
     shots_data: ShotsData = HUB_TRAIN
     shots: Shots = None
-    limit: Limit = None
     compare_plain: ComparePlain = False
     gate: Gates = None
     rescore: Rescore = None
     max_tokens: MaxTokens = None
     temperature: Temperature = None
-    top_p: options.TopP = 1.0
-    top_k: options.TopK = 0
-    min_p: options.MinP = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
     seed: Seed = None
     out: Out = Path("gsm8k")
-    overwrite: Overwrite = False
 
     def recipe(self) -> tuple[Preset, str]:
         """The preset with what was changed of it, and its name in reports."""

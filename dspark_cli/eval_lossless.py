@@ -7,14 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from dspark_cli import options
-from dspark_cli.eval_options import EVALUATION, EngineOptions, Limit, Out, Overwrite, option
+from dspark_cli.eval_options import EvalOptions, Out
 from dspark_cli.eval_run import EvalRun
 from dspark_cli.interrupt import StopNow
+from dspark_cli.options import EVALUATION, option
 from dspark_cli.parameters import as_parameters
+from dspark_cli.parsers import real
+from dspark_cli.prompt_options import Chat
 from dspark_cli.reader import Rows, open_sources
 from dspark_cli.rows import RowRules, encode_prompt, read_id, read_row
 from dspark_cli.run import FAILED_ROWS, INTERRUPTED
+from dspark_cli.sampling_options import MaxTokens, Stop
 from engine.errors import ConfigError, RequestError
 from engine.request import Request, SamplingParams
 from evals.arm import DRAFTED, PLAIN
@@ -38,24 +41,22 @@ TieBelow = Annotated[
         "Logits closer than this may swap. Default: "
         + ", ".join(f"{bound:g} in {name}" for name, bound in TIE_BELOW.items())
         + ".",
-        min=0.0,
+        parser=real(0.0),
         metavar="X",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LosslessOptions(EngineOptions):
+class LosslessOptions(EvalOptions):
     """The command's parameters."""
 
     input: Input
-    limit: Limit = None
-    chat: options.Chat = False
+    chat: Chat = False
     tie_below: TieBelow = None
-    max_tokens: options.MaxTokens = 256
-    stop: options.Stop = None
+    max_tokens: MaxTokens = 256
+    stop: Stop = None
     out: Out = Path("lossless")
-    overwrite: Overwrite = False
 
 
 def lossless(**values: Any) -> None:
@@ -66,9 +67,7 @@ def lossless(**values: Any) -> None:
     has no output. The same command after a crash or Ctrl-C goes on where it was.
     """
     given = LosslessOptions(**values)
-    if given.model is None:
-        raise ConfigError("no --model", "give --model")
-    if given.as_generate().draft_name() is None:
+    if given.model is not None and given.draft_name() is None:
         raise ConfigError("there is no drafter to compare with", "give --draft")
     raise typer.Exit(_run(given))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dspark_cli import backend
-from dspark_cli.eval_options import EngineOptions
+from dspark_cli.eval_options import EvalOptions
 from dspark_cli.fingerprint import changes, checkpoint_digest, dspark_version, text_digest
 from dspark_cli.interrupt import Interrupts, StopNow
 from dspark_cli.journal import FORMAT, Journal, row_key
@@ -45,14 +45,13 @@ class EvalRun:
     """
 
     def __init__(
-        self, given: EngineOptions, out: Path, overwrite: bool, what: Mapping[str, Any]
+        self, given: EvalOptions, out: Path, overwrite: bool, what: Mapping[str, Any]
     ) -> None:
         self.given = given
         self.out = out
-        options = given.as_generate()
-        self.config = options.engine_config()
-        self.template = options.template_text()
-        self.template_kwargs = options.rules().template_kwargs
+        self.config = given.engine_config()
+        self.template = given.template_text()
+        self.template_kwargs = given.template_kwargs()
         check_out(out, overwrite=overwrite or (out / JOURNAL).exists())
         self.folder = backend.locate_checkpoint(self.config.model, "target")
         draft = self.config.draft

@@ -2,18 +2,21 @@
 
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dspark_cli import backend, options
+from dspark_cli.engine_options import EngineOptions, Model
 from dspark_cli.fingerprint import checkpoint_digest, text_digest
+from dspark_cli.options import EVALUATION, option
 from dspark_cli.parameters import as_parameters
 from dspark_cli.progress import LoadProgress
+from dspark_cli.prompt_options import PromptOptions
 from dspark_cli.sampling import effective
-from dspark_cli.settings import GenerateOptions
+from dspark_cli.sampling_options import MaxTokens, SamplingOptions
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,18 +27,13 @@ if TYPE_CHECKING:
     from evals.timeline import Timeline
 
 FAILED_ROWS = 3
-DATA = "Data"
 LOG_SECONDS = 10.0
-
-
-def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
 
 
 Data = Annotated[
     Path,
-    _option(
-        DATA,
+    option(
+        EVALUATION,
         "SPEED-Bench as a JSONL or parquet file, or a folder of them, in any of the layouts in "
         "use; see `dspark data speed-bench check`.",
         metavar="PATH",
@@ -43,84 +41,45 @@ Data = Annotated[
 ]
 Subset = Annotated[
     str | None,
-    _option(DATA, "Which config of a folder: qualitative, throughput_1k, ...", metavar="NAME"),
+    option(EVALUATION, "Which config of a folder: qualitative, throughput_1k, ...", metavar="NAME"),
 ]
 Category = Annotated[
-    list[str] | None, _option(DATA, "Only this category; repeatable.", metavar="NAME")
+    list[str] | None, option(EVALUATION, "Only this category; repeatable.", metavar="NAME")
 ]
 CleanSubset = Annotated[
     bool,
-    _option(
-        DATA,
+    option(
+        EVALUATION,
         "Leave placeholder rows out; the subset's name then says so in every number.",
         "--clean-subset",
     ),
 ]
 FirstTurnOnly = Annotated[
     bool,
-    _option(
-        DATA,
+    option(
+        EVALUATION,
         "Play first turns only, as the benchmarks of vLLM and SGLang do.",
         "--first-turn-only",
     ),
 ]
-Out = Annotated[
-    Path | None,
-    _option(
-        options.REPORT,
-        "Folder for summary.json, per_request.jsonl, matrix.csv, manifest.json, report.html.",
-        metavar="DIR",
-    ),
-]
-Overwrite = Annotated[
-    bool, _option(options.REPORT, "Replace reports of an earlier run.", "--overwrite")
-]
 
 
-@dataclass(frozen=True)
-class SpeedBenchOptions:
+@dataclass(frozen=True, kw_only=True)
+class SpeedBenchOptions(EngineOptions, PromptOptions, SamplingOptions):
     """The command's parameters: a field is an option, its type says how it is spelled."""
 
     data: Data
-    model: options.Model
-    draft: options.Draft = None
+    model: Model
     subset: Subset = None
     category: Category = None
     clean_subset: CleanSubset = False
     first_turn_only: FirstTurnOnly = False
     limit: options.Limit = None
-    chat_template: options.ChatTemplate = None
-    chat_template_kwargs: options.ChatTemplateKwargs = None
-    device: options.Device = options.DeviceName.auto
-    dtype: options.DType = options.DTypeName.auto
-    max_model_len: options.MaxModelLen = None
-    num_speculative_tokens: options.Gamma = None
-    max_tokens: options.MaxTokens = 4096
-    temperature: options.Temperature = 0.0
-    top_p: options.TopP = 1.0
-    top_k: options.TopK = 0
-    min_p: options.MinP = 0.0
-    seed: options.Seed = 0
-    stop: options.Stop = None
-    stop_token_id: options.StopTokenId = None
-    ignore_eos: options.IgnoreEos = False
-    max_num_seqs: options.MaxNumSeqs = None
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None
-    gpu_memory_utilization: options.GpuMemoryUtilization = GenerateOptions.gpu_memory_utilization
-    kv_cache_memory: options.KvCacheMemory = None
-    enable_prefix_caching: options.PrefixCaching = True
-    threads: options.Threads = None
-    out: Out = None
-    overwrite: Overwrite = False
+    max_tokens: MaxTokens = 4096
+    out: options.ReportFolder = None
+    overwrite: options.ReplaceReports = False
     quiet: options.Quiet = False
     debug: options.Debug = False
-
-    def generate_options(self) -> GenerateOptions:
-        """As `dspark generate` has them: its engine settings and sampling hold here too."""
-        names = {field.name for field in fields(GenerateOptions)}
-        return GenerateOptions(
-            input="", **{f.name: getattr(self, f.name) for f in fields(self) if f.name in names}
-        )
 
 
 def speed_bench(**values: Any) -> None:
@@ -148,10 +107,10 @@ class SpeedBenchRun:
 
     def __init__(self, given: SpeedBenchOptions) -> None:
         self.given = given
-        shared = given.generate_options()
-        self.config = shared.engine_config()
-        self.rules = shared.rules()
-        self.template = shared.template_text()
+        self.config = given.engine_config()
+        self.params = given.params()
+        self.template = given.template_text()
+        self.template_kwargs = given.template_kwargs()
         if given.overwrite and given.out is None:
             raise ConfigError("--overwrite is for --out", "drop it")
         if given.out is not None:
@@ -202,9 +161,9 @@ class SpeedBenchRun:
         from evals.speed_bench.summary import Result
 
         settings = PlaySettings(
-            params=self.rules.params,
+            params=self.params,
             first_turn_only=self.first_turn_only,
-            template_kwargs=self.rules.template_kwargs,
+            template_kwargs=self.template_kwargs,
             chat_template=self.template,
             speculate=self.config.draft is not None,
         )
@@ -259,15 +218,15 @@ class SpeedBenchRun:
             "subset": self.data.subset,
             "turns_played": "first" if self.first_turn_only else "all",
             "chat_template": text_digest(self.template),
-            "chat_template_kwargs": dict(self.rules.template_kwargs),
-            **effective(self.rules.params),
+            "chat_template_kwargs": dict(self.template_kwargs),
+            **effective(self.params),
         }
 
     def _notes(self, turns: "list[Turn]") -> list[str]:
         notes = []
         if self.data.first_turn_only and not self.given.first_turn_only:
             notes.append(f"the layout {self.data.layout} holds first turns only")
-        if self.rules.params.ignore_eos:
+        if self.params.ignore_eos:
             notes.append("--ignore-eos: text after the end is forced; it raises acceptance")
         expected = sum(1 if self.first_turn_only else len(c.turns) for c in self.data.conversations)
         if len(turns) < expected:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dspark_cli import options
+from dspark_cli.parsers import size, whole
 from engine.inspection import DTYPE_BYTES, describe
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -27,12 +27,14 @@ def inspect(
     ] = None,
     max_num_seqs: Annotated[
         int | None,
-        typer.Option(help="Requests at once in the memory plan; default 32."),
+        typer.Option(
+            parser=whole(1), metavar="N", help="Requests at once in the memory plan; default 32."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            parser=options.size,
+            parser=size,
             metavar="N",
             help="Tokens per request in the memory plan; default: all the checkpoint allows.",
         ),

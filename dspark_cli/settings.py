@@ -1,90 +1,135 @@
-"""All options of `dspark generate` in one place, and the engine's settings they mean."""
+"""All options of `dspark generate` in one place."""
 
-import json
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from dspark_cli import options
-from dspark_cli.jsonl import loads
+from dspark_cli.engine_options import EngineOptions, Model
+from dspark_cli.options import IN_OUT, REPORT, RUN, SAMPLING, SPECULATION, option
+from dspark_cli.parsers import whole
+from dspark_cli.prompt_options import Chat, PromptOptions
 from dspark_cli.rows import RowRules
-from engine.config import EngineConfig
-from engine.errors import ConfigError, RequestError
-from engine.request import SamplingParams
-from engine.text import clashing_names
+from dspark_cli.sampling_options import MaxTokens, SamplingOptions
+from engine.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
+class Rerun(StrEnum):
+    """Finished rows to make again."""
+
+    failed = "failed"
+    truncated = "truncated"
+
+
+Input = Annotated[
+    str,
+    typer.Argument(
+        metavar="INPUT",
+        help="Rows: a JSONL file (.gz too), a folder or glob of them, parquet, - for stdin, or a "
+        "Hugging Face data set as NAME/NAME[@CONFIG][:SPLIT]. Any number of rows: they stream.",
+    ),
+]
+Output = Annotated[
+    str | None,
+    option(
+        IN_OUT,
+        "JSONL to write, in input order, when all rows are done; - writes to stdout as rows end. "
+        "Failed rows go to OUT.errors.jsonl.",
+        "--output",
+        "-o",
+        metavar="OUT",
+    ),
+]
+Passthrough = Annotated[
+    bool,
+    option(
+        IN_OUT,
+        "Other fields of a row are data: carry them to the output's `input`.",
+        "--passthrough",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    option(
+        IN_OUT,
+        "Read, check and tokenize all rows, print counts and the first prompt; load no weights, "
+        "write nothing.",
+        "--dry-run",
+    ),
+]
+ComparePlain = Annotated[
+    bool,
+    option(
+        SPECULATION,
+        "Afterwards decode the same rows without the drafter and print both speeds (keeps the rows "
+        "in memory; use --limit).",
+        "--compare-plain",
+    ),
+]
+N = Annotated[
+    int,
+    option(
+        SAMPLING, "Completions per row, a line each.", "--n", parser=whole(1, 1024), metavar="N"
+    ),
+]
+Resume = Annotated[
+    bool,
+    option(RUN, "Go on where OUT.journal ends; rows that did not change are not made again."),
+]
+ForceResume = Annotated[
+    bool,
+    option(RUN, "Resume although the model or settings changed.", "--force-resume"),
+]
+RerunRows = Annotated[
+    list[Rerun] | None,
+    option(
+        RUN,
+        "Make failed, or truncated rows again; repeatable.",
+        "--rerun",
+        metavar="failed|truncated",
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    option(RUN, "Start over: OUT, its errors file and journal are replaced.", "--overwrite"),
+]
+MetricsJson = Annotated[
+    Path | None,
+    option(REPORT, "Write speeds, acceptance and what ran.", metavar="FILE", dir_okay=False),
+]
+Show = Annotated[
+    int,
+    option(REPORT, "Print the first N completions to stderr.", parser=whole(0), metavar="N"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
     """The command's parameters: a field is an option, its type says how it is spelled."""
 
-    input: options.Input
-    model: options.Model
-    output: options.Output = None
-    passthrough: options.Passthrough = False
+    input: Input
+    output: Output = None
+    passthrough: Passthrough = False
     limit: options.Limit = None
-    dry_run: options.DryRun = False
-    chat: options.Chat = False
-    chat_template: options.ChatTemplate = None
-    chat_template_kwargs: options.ChatTemplateKwargs = None
-    device: options.Device = options.DeviceName.auto
-    dtype: options.DType = options.DTypeName.auto
-    max_model_len: options.MaxModelLen = None
-    draft: options.Draft = None
-    num_speculative_tokens: options.Gamma = None
-    compare_plain: options.ComparePlain = False
-    max_tokens: options.MaxTokens = 1024
-    temperature: options.Temperature = 0.0
-    top_p: options.TopP = 1.0
-    top_k: options.TopK = 0
-    min_p: options.MinP = 0.0
-    seed: options.Seed = 0
-    stop: options.Stop = None
-    stop_token_id: options.StopTokenId = None
-    ignore_eos: options.IgnoreEos = False
-    n: options.N = 1
-    max_num_seqs: options.MaxNumSeqs = None
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None
-    gpu_memory_utilization: options.GpuMemoryUtilization = EngineConfig.gpu_memory_utilization
-    kv_cache_memory: options.KvCacheMemory = None
-    enable_prefix_caching: options.PrefixCaching = EngineConfig.enable_prefix_caching
-    threads: options.Threads = None
-    resume: options.Resume = True
-    force_resume: options.ForceResume = False
-    rerun: options.RerunRows = None
-    overwrite: options.Overwrite = False
+    dry_run: DryRun = False
+    chat: Chat = False
+    model: Model
+    compare_plain: ComparePlain = False
+    max_tokens: MaxTokens = 1024
+    n: N = 1
+    resume: Resume = True
+    force_resume: ForceResume = False
+    rerun: RerunRows = None
+    overwrite: Overwrite = False
     grace: options.Grace = 10.0
-    metrics_json: options.MetricsJson = None
+    metrics_json: MetricsJson = None
     progress_file: options.ProgressFile = None
-    show: options.Show = 0
+    show: Show = 0
     quiet: options.Quiet = False
     debug: options.Debug = False
-
-    def draft_name(self) -> str | None:
-        """The drafter to use: `demo` brings its own, `none` forbids one."""
-        if self.draft is not None:
-            return None if self.draft == "none" else self.draft
-        return "demo" if self.model == "demo" else None
-
-    def engine_config(self) -> EngineConfig:
-        """The engine's settings.
-
-        Raises:
-            ConfigError: Two of them contradict each other.
-        """
-        return EngineConfig(
-            model=self.model,
-            draft=self.draft_name(),
-            num_speculative_tokens=self.num_speculative_tokens,
-            device=self.device.value,
-            dtype=self.dtype.value,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            kv_cache_memory_bytes=self.kv_cache_memory,
-            enable_prefix_caching=self.enable_prefix_caching,
-            threads=self.threads,
-        )
 
     def rules(self) -> RowRules:
         """What holds for every row that does not say otherwise.
@@ -92,42 +137,13 @@ class GenerateOptions:
         Raises:
             ConfigError: A sampling option is out of range, or --chat-template-kwargs is not JSON.
         """
-        try:
-            params = SamplingParams(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                seed=self.seed,
-                max_tokens=self.max_tokens,
-                stop=tuple(self.stop or ()),
-                stop_token_ids=tuple(self.stop_token_id or ()),
-                ignore_eos=self.ignore_eos,
-            )
-        except RequestError as error:
-            raise ConfigError(f"sampling options: {error}", error.hint) from None
         return RowRules(
-            params=params,
+            params=self.params(),
             n=self.n,
             chat=self.chat,
-            template_kwargs=self._template_kwargs(),
+            template_kwargs=self.template_kwargs(),
             passthrough=self.passthrough,
         )
-
-    def template_text(self) -> str | None:
-        """What --chat-template holds.
-
-        Raises:
-            ConfigError: It cannot be read.
-        """
-        if self.chat_template is None:
-            return None
-        try:
-            return self.chat_template.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot read --chat-template {self.chat_template}: {error}"
-            ) from None
 
     def check(self) -> list[str]:
         """Refuse what contradicts itself before anything is loaded.
@@ -199,19 +215,3 @@ class GenerateOptions:
         if self.draft_name() is None:
             notes.append("no drafter: plain decoding, one token a step")
         return notes
-
-    def _template_kwargs(self) -> dict[str, Any]:
-        if self.chat_template_kwargs is None:
-            return {}
-        try:
-            found = loads(self.chat_template_kwargs.encode("utf-8", "surrogateescape"))
-        except RequestError as error:
-            hint = "write it as " + json.dumps({"enable_thinking": False})
-            raise ConfigError(f"--chat-template-kwargs: {error}", hint) from None
-        if clash := clashing_names(found):
-            raise ConfigError(
-                f"--chat-template-kwargs may not name {', '.join(clash)}: the template is given "
-                "these already",
-                "leave them out",
-            )
-        return found

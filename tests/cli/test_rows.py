@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_cli import jsonl
-from dspark_cli.options import size
+from dspark_cli.parsers import size
 from dspark_cli.rows import PROMPT_FIELDS, RowRules, read_id, read_row
 from dspark_cli.sampling import SAMPLING_FIELDS, UNSUPPORTED
 from engine.errors import RequestError

@@ -1,0 +1,182 @@
+"""What decides the engine: its options, declared once, and the settings they mean."""
+
+from dataclasses import dataclass, fields
+from enum import Enum, StrEnum
+from typing import Annotated, Any
+
+from dspark_cli.options import MEMORY, MODEL, SPECULATION, option
+from dspark_cli.parsers import real, size, whole
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+
+class DeviceName(StrEnum):
+    """Where tensors live."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class DTypeName(StrEnum):
+    """What weights and activations are stored as."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+_MODEL = option(
+    MODEL,
+    "Target: a checkpoint folder, a Hub id, or demo (its drafters: demo, demo-rnn).",
+    "--model",
+    "-m",
+)
+Model = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
+Device = Annotated[DeviceName, option(MODEL, "auto: cuda if there is one, else cpu.")]
+DType = Annotated[
+    DTypeName, option(MODEL, "auto: the checkpoint's on cuda, float32 on cpu.", "--dtype")
+]
+MaxModelLen = Annotated[
+    int | None,
+    option(
+        MODEL,
+        "Prompt and output tokens of one row; 32k works. Default: the checkpoint's, or what fits.",
+        parser=size,
+        metavar="N",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    option(
+        SPECULATION,
+        "DSpark drafter: a checkpoint folder, a Hub id, demo or demo-rnn (two drafters for --model "
+        "demo), or none to decode plainly. Default: none, but demo for --model demo.",
+        "--draft",
+        "-d",
+    ),
+]
+Gamma = Annotated[
+    int | None,
+    option(
+        SPECULATION,
+        "Draft tokens per round, without the bonus token. Default: what the drafter was made for.",
+        "--num-speculative-tokens",
+        "-g",
+        parser=whole(1),
+        metavar="N",
+    ),
+]
+MaxNumSeqs = Annotated[
+    int | None,
+    option(
+        MEMORY,
+        "Rows decoded at once. Default: 32 on cpu, 256 on cuda.",
+        parser=whole(1),
+        metavar="N",
+    ),
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    option(
+        MEMORY,
+        "Prompt tokens per prefill step. Default: 512 on cpu, 8192 on cuda.",
+        parser=size,
+        metavar="N",
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float,
+    option(
+        MEMORY, "Share of device memory for weights and KV.", parser=real(0.0, 1.0), metavar="P"
+    ),
+]
+KvCacheMemory = Annotated[
+    int | None,
+    option(
+        MEMORY,
+        "KV memory of target and draft in place of the share above; 4G works.",
+        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
+        parser=size,
+        metavar="BYTES",
+    ),
+]
+PrefixCaching = Annotated[
+    bool,
+    option(
+        MEMORY,
+        "Reuse KV of equal prompt beginnings.",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        " /--no-prefix-caching",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    option(MEMORY, "CPU threads. Default: the cores at hand.", parser=whole(1), metavar="N"),
+]
+EnforceEager = Annotated[
+    bool,
+    option(
+        MEMORY,
+        "On cuda: launch every kernel of a round instead of replaying captured graphs.",
+        "--enforce-eager",
+    ),
+]
+SyntheticAcceptance = Annotated[
+    float | None,
+    option(
+        SPECULATION,
+        "Commit this many tokens a round on average, whatever the target says: random weights "
+        "accept none. For measurements of speed alone.",
+        parser=real(1.0),
+        metavar="X",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What decides the engine: options of every command that loads one.
+
+    A field named as one of EngineConfig's is given to it as it is. A command that sets one by
+    itself declares it anew with `init=False`: it is no option there.
+    """
+
+    model: OptionalModel
+    draft: Draft = None
+    num_speculative_tokens: Gamma = None
+    device: Device = DeviceName.auto
+    dtype: DType = DTypeName.auto
+    max_model_len: MaxModelLen = None
+    max_num_seqs: MaxNumSeqs = None
+    max_num_batched_tokens: MaxNumBatchedTokens = None
+    gpu_memory_utilization: GpuMemoryUtilization = EngineConfig.gpu_memory_utilization
+    kv_cache_memory_bytes: KvCacheMemory = None
+    enable_prefix_caching: PrefixCaching = EngineConfig.enable_prefix_caching
+    enforce_eager: EnforceEager = EngineConfig.enforce_eager
+    threads: Threads = None
+
+    def draft_name(self) -> str | None:
+        """The drafter to use: `demo` brings its own, `none` forbids one."""
+        if self.draft is not None:
+            return None if self.draft == "none" else self.draft
+        return "demo" if self.model == "demo" else None
+
+    def engine_config(self, **derived: Any) -> EngineConfig:
+        """The engine's settings.
+
+        Args:
+            derived: What the command sets by itself.
+
+        Raises:
+            ConfigError: There is no model, or two settings contradict each other.
+        """
+        if self.model is None:
+            raise ConfigError("no --model", "give --model")
+        names = {field.name for field in fields(EngineConfig)}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name in names}
+        plain = {k: v.value if isinstance(v, Enum) else v for k, v in given.items()}
+        return EngineConfig(**{**plain, "draft": self.draft_name(), **derived})
