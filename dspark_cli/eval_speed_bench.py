@@ -187,7 +187,6 @@ class SpeedBenchRun:
             first_turn_only=self.first_turn_only,
             max_num_seqs=engine.limits.max_num_seqs,
             run=timeline.windows[-1],
-            waves=player.waves,
             settings=self._settings(engine),
             windows=timeline.totals(),
             notes=tuple(self._notes(turns)),

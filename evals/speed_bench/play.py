@@ -34,9 +34,9 @@ class PlayEngine(Protocol):
         ...
 
     def run(
-        self, requests: Iterator[Request], *, speculate: bool, max_num_seqs: int | None
+        self, requests: Iterator[Request | None], *, speculate: bool, max_num_seqs: int | None
     ) -> Iterator[Completion | RequestFailure]:
-        """Complete requests, pulling them as there is room."""
+        """Complete requests, pulling them as there is room; None means nothing yet, ask again."""
         ...
 
 
@@ -78,10 +78,9 @@ class _State:
 class Player:
     """Plays conversations; a turn is ready the moment the one before it is finished.
 
-    The engine asks for requests while it has room. Turns that follow a reply come before new
-    conversations, so that their prefix is still in the KV cache. Once the engine has asked in vain
-    it asks no more, so turns that become ready after that start in a next wave; conversations
-    with many turns go first to keep that tail short.
+    The engine asks for requests while it has room, and again after a step if there were none yet.
+    Turns that follow a reply come before new conversations, so that their prefix is still in the KV
+    cache; conversations with many turns go first, so that no long one is left for the end.
 
     Args:
         engine: Runs the requests.
@@ -99,8 +98,6 @@ class Player:
         self._ready: deque[_State] = deque()
         self._waiting: dict[str, _State] = {}
         self._failed: deque[Turn] = deque()
-        self.waves = 0
-        """Runs of the engine that were needed."""
 
     def _length(self, conversation: Conversation) -> int:
         return 1 if self._settings.first_turn_only else len(conversation.turns)
@@ -113,19 +110,23 @@ class Player:
     def play(self) -> Iterator[Turn]:
         """Yield every turn as it ends; a failed turn ends its conversation."""
         settings = self._settings
-        while self._new or self._ready:
-            self.waves += 1
-            for result in self._engine.run(
-                self._requests(), speculate=settings.speculate, max_num_seqs=settings.max_num_seqs
-            ):
-                yield self._finish(result)
-                while self._failed:
-                    yield self._failed.popleft()
-            while self._failed:
-                yield self._failed.popleft()
+        for result in self._engine.run(
+            self._requests(), speculate=settings.speculate, max_num_seqs=settings.max_num_seqs
+        ):
+            yield self._finish(result)
+            yield from self._refused()
+        yield from self._refused()
 
-    def _requests(self) -> Iterator[Request]:
-        while self._ready or self._new:
+    def _refused(self) -> Iterator[Turn]:
+        while self._failed:
+            yield self._failed.popleft()
+
+    def _requests(self) -> Iterator[Request | None]:
+        """Requests as they become ready, None while all that are left wait for a reply."""
+        while self._ready or self._new or self._waiting:
+            if not (self._ready or self._new):
+                yield None
+                continue
             state = (self._ready or self._new).popleft()
             text = state.conversation.turns[state.turn]
             state.messages.append({"role": "user", "content": text})

@@ -138,7 +138,6 @@ class Result:
     run: Window
     """Around the decoding."""
 
-    waves: int
     settings: Mapping[str, Any]
     windows: Mapping[str, float]
     """Seconds of the run's wall time by what they were spent on."""
@@ -184,7 +183,6 @@ def summary(result: Result) -> dict[str, Any]:
         "tokens_per_second": rounded(speed(done, result.run)),
         "tokens_per_second_steady": None if steady is None else rounded(speed(done, steady)),
         "prefix_reuse": prefix_reuse(turns),
-        "waves": result.waves,
         "windows": {name: rounded(spent) for name, spent in result.windows.items()},
         "by_category": {group.name: group.as_json() for group in by_category(turns)},
         "by_tier": {group.name: group.as_json() for group in by_tier(turns)},

@@ -11,7 +11,7 @@ from evals.speed_bench.layouts import Conversation, load
 from evals.speed_bench.play import Player, PlaySettings, Turn, in_order
 from evals.speed_bench.summary import Group, prefix_reuse
 from tests.helpers.speed_bench import ROWS, write_lines
-from tests.helpers.timed_engine import TimedEngine
+from tests.helpers.timed_engine import TimedEngine, default_costs
 
 PARAMS = SamplingParams(max_tokens=40)
 
@@ -63,6 +63,19 @@ def test_a_turn_starts_when_the_one_before_it_ends(tmp_path: Path) -> None:
     play(engine, conversations(tmp_path), max_num_seqs=1)
     order = [request_id for request_id, _, _ in engine.seen]
     assert order == ["id-2/0", "id-2/1", "id-2/2", "id-0/0", "id-0/1", "id-1/0", "id-3/0"]
+
+
+def test_a_turn_takes_the_row_that_the_one_before_it_leaves(tmp_path: Path) -> None:
+    # turns that became ready after the last new conversation had begun waited for all others to end
+    turns = play(TimedEngine(), conversations(tmp_path), max_num_seqs=8)
+    ends: dict[tuple[str, int], float] = {}
+    for turn in turns:
+        assert turn.completion is not None
+        timing = turn.completion.timing
+        ends[turn.conversation.id, turn.turn] = timing.commits[-1][0]
+        if turn.turn:
+            waited = timing.admitted - ends[turn.conversation.id, turn.turn - 1]
+            assert waited <= default_costs("host", 8) + 1e-9
 
 
 def test_first_turns_only(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class TimedEngine:
 
     def run(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         speculate: bool = True,
         max_num_seqs: int | None = None,
@@ -97,10 +97,15 @@ class TimedEngine:
         while True:
             new: list[_Running] = []
             while more and len(running) + len(new) < width:
-                request = next(source, None)
-                if request is None:
+                try:
+                    request = next(source)
+                except StopIteration:
                     more = False
-                elif b"FAIL" in bytes(t for t in request.prompt_token_ids if t < 256):
+                    break
+                if request is None:
+                    assert running or new, "the source waits for results, but nothing runs"
+                    break
+                if b"FAIL" in bytes(t for t in request.prompt_token_ids if t < 256):
                     yield RequestFailure(
                         request=request, kind="too_long", message="as asked", retryable=False
                     )
