@@ -182,7 +182,7 @@ class HubDataset:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(
                 f"{text} is neither a file nor a data set that loads: {reason[0]}",
-                "check the path, or write NAME/NAME[@CONFIG][:SPLIT]",
+                "check the name, NAME/NAME[@CONFIG][:SPLIT], and the network; or give a file",
             ) from None
 
     def rows(self) -> Iterator[tuple[int, bytes | None]]:
