@@ -129,27 +129,29 @@ def histogram(
     x_label: str,
     num_bins: int = 24,
 ) -> str:
-    """Shares of samples by value, in equal bins from 0 to the largest p99; the last bin is open.
+    """Shares of samples by value, in equal bins from 0 past the largest p99; the last bin is open.
 
     Args:
         title: Above the chart.
         series: Name -> (value >= 0, how often).
         x_label: What the values are, with their unit.
-        num_bins: Bins up to p99.
+        num_bins: Bins up to p99, at most: their width is a round number.
 
     Returns:
         A `<figure>`.
     """
     found = [p for samples in series.values() if (p := percentiles(samples)) is not None]
     most = max((p.p99 for p in found), default=0.0) or 1.0
+    width = _round_up(most / num_bins)
+    num_bins = math.floor(most / width) + 1
     shares: dict[str, list[float | None]] = {}
     for name, samples in series.items():
         counts = [0] * (num_bins + 1)
         for value, times in samples:
-            counts[min(int(value / most * num_bins), num_bins)] += times
+            counts[min(int(value / width), num_bins)] += times
         total = sum(counts) or 1
         shares[name] = [100 * count / total for count in counts]
-    labels = [number(most * k / num_bins) for k in range(num_bins)] + ["more"]
+    labels = [number(width * k) for k in range(num_bins)] + ["more"]
     return bars(title, labels, shares, x_label=x_label, y_label="% of samples", values=False)
 
 
@@ -166,11 +168,15 @@ def _axis(most: float) -> tuple[float, list[float]]:
     """A round top of the y axis, not below `most`, and its ticks."""
     if most <= 0:
         return 1.0, [0.0, 1.0]
-    raw = most / 4
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
+    step = _round_up(most / 4)
     count = math.ceil(most / step * 0.9999)
     return step * count, [step * k for k in range(count + 1)]
+
+
+def _round_up(least: float) -> float:
+    """The next of 1, 2, 2.5, 5 and 10 times a power of ten; `least` > 0."""
+    unit = 10.0 ** math.floor(math.log10(least))
+    return next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= least * 0.999)
 
 
 def _grid(top: float, ticks: Sequence[float]) -> list[str]:

@@ -138,9 +138,9 @@ def _css() -> str:
 
 _STYLE = """
 :root{--ink:#1a1d21;--dim:#59616b;--line:#d8dde3;--page:#fff;--card:#f5f7f9;--warn:#fdf1d8;
---warn-line:#c98a00;/*light*/}
+--warn-line:#c98a00;--shade:#0003;/*light*/}
 @media (prefers-color-scheme:dark){:root{--ink:#e6e9ed;--dim:#a3acb7;--line:#39414b;
---page:#14171b;--card:#1d2228;--warn:#352a10;--warn-line:#d9a320;/*dark*/}}
+--page:#14171b;--card:#1d2228;--warn:#352a10;--warn-line:#d9a320;--shade:#fff4;/*dark*/}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);
 font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;-webkit-text-size-adjust:100%}
@@ -157,7 +157,11 @@ margin:20px 0}
 .facts dd{margin:0;font-size:1.45rem;font-weight:600;font-variant-numeric:tabular-nums;
 overflow-wrap:anywhere}
 .facts .note{font-size:.8rem;font-weight:400;color:var(--dim)}
-.scroll{overflow-x:auto;margin:12px 0}
+.scroll{overflow-x:auto;margin:12px 0;background:
+linear-gradient(90deg,var(--page) 40%,transparent) 0 0/40px 100% no-repeat local,
+linear-gradient(270deg,var(--page) 40%,transparent) 100% 0/40px 100% no-repeat local,
+linear-gradient(90deg,var(--shade),transparent) 0 0/14px 100% no-repeat scroll,
+linear-gradient(270deg,var(--shade),transparent) 100% 0/14px 100% no-repeat scroll}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--dim);padding:4px 0}
 th,td{padding:5px 14px 5px 0;text-align:right;vertical-align:top;border-bottom:1px solid
@@ -180,6 +184,6 @@ svg text{fill:var(--dim);font-size:13px}
 svg .small{font-size:12px;fill:var(--ink)}
 .grid{stroke:var(--line);stroke-width:1}
 polyline{fill:none;stroke-width:2}
-@media (max-width:480px){table{font-size:.82rem}th,td{padding-right:9px}
+@media (max-width:480px){table{font-size:.82rem}th,td{padding-right:9px}th{white-space:normal}
 td:first-child{min-width:5em}}
 """

@@ -151,16 +151,18 @@ def acceptance_section(found: Acceptance) -> Section | None:
     rows = [
         [
             str(p.position),
-            f"{p.accepted} / {p.rounds}",
             _share(p.survival),
-            f"{p.accepted} / {p.proposed}",
             _share(p.among_proposed),
-            f"{p.accepted} / {p.reached}",
             _share(p.conditional),
+            str(p.accepted),
+            str(p.rounds),
+            str(p.proposed),
+            str(p.reached),
         ]
         for p in found.positions
     ]
-    columns = ("position", "of all rounds", "", "of those proposed", "", "given all before", "")
+    shares = ("kept of all rounds", "of those proposed", "given all before")
+    columns = ("position", *shares, "kept", "rounds", "proposed", "all before kept")
     low, high = found.length_interval or (0.0, 0.0)
     interval = f" (95 % interval over requests {low:.2f} to {high:.2f})" if high else ""
     text = Text(
