@@ -5,7 +5,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -153,15 +153,12 @@ class ThroughputRun:
         from evals.manifest import describe_device
 
         config, draft = engine.config, self.config.draft
-        folder = backend.locate_checkpoint(config.model, "target")
         device = describe_device(config.device)
         return {
             "model": config.model,
-            "model_digest": checkpoint_digest(folder),
+            "model_digest": self._digest(config.model, "target"),
             "draft": draft,
-            "draft_digest": None
-            if draft is None
-            else checkpoint_digest(backend.locate_checkpoint(draft, "draft")),
+            "draft_digest": None if draft is None else self._digest(draft, "draft"),
             "num_speculative_tokens": len(engine.stats.drafted_at) if draft else None,
             "device": config.device,
             "device_name": device.get("name") or device.get("machine"),
@@ -174,11 +171,26 @@ class ThroughputRun:
             "data_sha256": prompts.sha256,
             "prompts": self.given.num_prompts or "4 times the batch size, at least 8",
             "pairs": self.given.pairs,
+            "synthetic_acceptance": self.given.synthetic_acceptance,
             **effective(self.rules.params),
         }
 
+    def _digest(self, name: str, role: Literal["target", "draft"]) -> str:
+        """What names a checkpoint whatever its path; random weights are named by their shape."""
+        if self.given.is_shape:
+            return name
+        return checkpoint_digest(backend.locate_checkpoint(name, role))
+
     def _warnings(self, result: "Result") -> list[str]:
         found = []
+        made_up = self.config.synthetic_acceptance
+        if made_up is not None:
+            found.append(
+                f"--synthetic-acceptance {made_up:g}: acceptance is made up, and with it every "
+                "number of drafted passes and the speed-up; their texts are not the model's"
+            )
+        if self.given.is_shape:
+            found.append("random weights: of real ones, only the shape")
         if self.rules.params.ignore_eos:
             found.append(
                 "--ignore-eos: text after the end is forced; it is easier to draft, so acceptance "
@@ -195,7 +207,7 @@ class ThroughputRun:
                     "and tail; give more --data"
                 )
             unequal = [point.requests - pair.equal_outputs for pair in point.pairs]
-            if self.rules.params.temperature == 0 and any(unequal):
+            if self.rules.params.temperature == 0 and made_up is None and any(unequal):
                 found.append(
                     f"{max(unequal)} of {point.requests} greedy outputs differ from plain ones at "
                     f"{point.max_num_seqs} at once (near ties of a low dtype, or a bug)"
@@ -230,6 +242,7 @@ class ThroughputRun:
 
 
 def _announce(settings: dict[str, Any], prompts: Prompts) -> str:
+    made_up = settings["synthetic_acceptance"]
     ending = (
         f"every output forced to {settings['max_tokens']} tokens (--ignore-eos)"
         if settings["ignore_eos"]
@@ -240,6 +253,7 @@ def _announce(settings: dict[str, Any], prompts: Prompts) -> str:
         f"{settings['model']} with {settings['draft'] or 'no drafter'} on {settings['device']} in "
         f"{settings['dtype']}; {len(lengths)} prompts of {prompts.name}, {min(lengths)} to "
         f"{max(lengths)} tokens; temperature {settings['temperature']:g}, {ending}"
+        + ("" if made_up is None else f"; acceptance length made up, {made_up:g}")
     )
 
 

@@ -58,12 +58,6 @@ class RoundOptions(EngineOptions):
         """The batch sizes, rising."""
         return [int(part) for part in self.requests.split(",")]
 
-    def draft_name(self) -> str | None:
-        """A shape brings its own drafter."""
-        if self.draft is None and str(self.model).startswith("shape:"):
-            return self.model
-        return super().draft_name()
-
     def engine_config(self, **derived: Any) -> EngineConfig:
         """The engine's settings, for the largest batch and the longest output."""
         longest = self.prompt_tokens + 8 * (self.rounds + 40)

@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dspark_cli import options
-from dspark_cli.engine_options import EngineOptions, OptionalModel, PrefixCaching
+from dspark_cli.engine_options import (
+    EngineOptions,
+    OptionalModel,
+    PrefixCaching,
+    SyntheticAcceptance,
+)
 from dspark_cli.options import MEASURE, option
 from dspark_cli.parsers import counts, whole
 from dspark_cli.prompt_options import Chat, PromptOptions
@@ -102,6 +107,7 @@ class ThroughputOptions(EngineOptions, PromptOptions, SamplingOptions):
     batch_sizes: BatchSizes = "1,2,4,8"
     num_prompts: NumPrompts = None
     pairs: Pairs = 2
+    synthetic_acceptance: SyntheticAcceptance = None
     chat: Chat = False
     max_num_seqs: int | None = field(default=None, init=False)  # the largest of batch_sizes
     max_tokens: MaxTokens = 256
@@ -170,6 +176,11 @@ class ThroughputOptions(EngineOptions, PromptOptions, SamplingOptions):
                 lengths and not self.is_random,
                 "--input-len and --output-len are for --data random",
                 "use --max-tokens to limit outputs",
+            ),
+            (
+                self.is_shape and not (self.is_random and self.ignore_eos),
+                "random weights know no text and no end of it",
+                "add --data random --ignore-eos",
             ),
             (self.allow_different, "--allow-different is for --compare", "drop it"),
             (

@@ -53,7 +53,8 @@ Draft = Annotated[
     option(
         SPECULATION,
         "DSpark drafter: a checkpoint folder, a Hub id, demo or demo-rnn (two drafters for --model "
-        "demo), or none to decode plainly. Default: none, but demo for --model demo.",
+        "demo), or none to decode plainly. Default: none, but demo for --model demo, and a shape's "
+        "own for benchmarks.",
         "--draft",
         "-d",
     ),
@@ -159,11 +160,16 @@ class EngineOptions:
     enforce_eager: EnforceEager = EngineConfig.enforce_eager
     threads: Threads = None
 
+    @property
+    def is_shape(self) -> bool:
+        """Random weights?"""
+        return self.model is not None and self.model.startswith("shape:")
+
     def draft_name(self) -> str | None:
-        """The drafter to use: `demo` brings its own, `none` forbids one."""
+        """The drafter to use: `demo` and shapes bring their own, `none` forbids one."""
         if self.draft is not None:
             return None if self.draft == "none" else self.draft
-        return "demo" if self.model == "demo" else None
+        return self.model if self.model == "demo" or self.is_shape else None
 
     def engine_config(self, **derived: Any) -> EngineConfig:
         """The engine's settings.

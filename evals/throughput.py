@@ -252,8 +252,12 @@ class Plan:
     """What to measure."""
 
     max_num_seqs: tuple[int, ...]
+    """Batch sizes, rising."""
+
     pairs: int = 2
     warmup_tokens: int = 16
+    """Output tokens of a request at most while warming up."""
+
     drafted: bool = True
     """Is there a drafter?"""
 
@@ -284,9 +288,8 @@ def measure(
     chosen = {
         width: requests[: plan.requests_at(width, len(requests))] for width in plan.max_num_seqs
     }
-    for width, few in chosen.items():
-        _warm_up(engine, few, width, plan)
-        timeline.lap("warm-up")
+    _warm_up(engine, requests, plan)
+    timeline.lap("warm-up")
     passes: dict[int, list[Pass]] = {width: [] for width in chosen}
     for width, speculate in _order(plan):
         mode = "drafted" if speculate else "plain"
@@ -323,15 +326,22 @@ def _point(width: int, requests: int, passes: Sequence[Pass]) -> Point:
     return Point(width, requests, tuple(pairs))
 
 
-def _warm_up(engine: BenchEngine, chosen: Sequence[Request], width: int, plan: Plan) -> None:
-    """Both modes at this width, a few tokens each: allocation, compilation and capture."""
-    few = []
-    for request in chosen[: 2 * width]:
-        most = min(request.params.max_tokens, plan.warmup_tokens)
-        few.append(replace(request, params=replace(request.params, max_tokens=most)))
-    for speculate in (True, False) if plan.drafted else (False,):
-        for _ in engine.run(iter(few), speculate=speculate, max_num_seqs=width):
-            pass
+def _warm_up(engine: BenchEngine, requests: Sequence[Request], plan: Plan) -> None:
+    """Both modes at every size that a pass may shrink to: allocation, compilation and capture.
+
+    Sizes rise in doublings: a pass whose batch shrinks at its end then finds graphs that fit.
+    """
+    most = plan.max_num_seqs[-1]
+    doublings = {1 << n for n in range(most.bit_length())}
+    for size in sorted({*doublings, *plan.max_num_seqs}):
+        few = []
+        for request in requests[:size]:
+            tokens = min(request.params.max_tokens, plan.warmup_tokens)
+            params = replace(request.params, max_tokens=tokens)
+            few.append(replace(request, params=params))
+        for speculate in (True, False) if plan.drafted else (False,):
+            for _ in engine.run(iter(few), speculate=speculate, max_num_seqs=size):
+                pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,8 @@ def test_presets_keep_their_name_only_unchanged(bench: Bench, evaluate: Any) -> 
     evaluate("--preset", "sglang", "--max-tokens", "512", "--quiet")
     assert summary(bench)["preset"] == "sglang"
     assert summary(bench)["without_leaked_rows"]["rows_left_out"] == 5
-    evaluate("--preset", "sglang", "--max-tokens", "100", "--overwrite")
+    result = evaluate("--preset", "sglang", "--max-tokens", "100", "--overwrite")
+    assert "note: the first 5 rows under test are shown in every prompt, answers" in result.err
     assert summary(bench)["preset"] == "sglang+custom"
     evaluate("--preset", "sglang", "--temperature", "0.5", "--overwrite")
     assert summary(bench)["preset"] == "sglang+custom"

@@ -55,10 +55,20 @@ def test_passes_alternate_and_warm_up_is_outside() -> None:
     points, timeline = run(Plan(max_num_seqs=(2,), pairs=3, num_prompts=6), engine)
     names = [w.name for w in timeline.windows if w.name in ("warm-up", "drafted", "plain")]
     assert names == ["warm-up", "drafted", "plain", "plain", "drafted", "drafted", "plain"]
-    warm = [seen for seen in engine.seen if seen[2] == 2][:8]
-    assert [drafted for _, drafted, _ in warm] == [True] * 4 + [False] * 4
+    warm = [(drafted, width) for _, drafted, width in engine.seen[:6]]
+    assert warm == [(True, 1), (False, 1), (True, 2), (True, 2), (False, 2), (False, 2)]
     assert points[0].requests == 6
     assert all(p.start >= timeline.windows[1].end for p in points[0].drafted)
+
+
+def test_warm_up_leaves_no_size_for_the_passes_to_meet_first() -> None:
+    # graphs were captured in the first measured pass, at the sizes to which its batch shrank
+    engine = TimedEngine()
+    run(Plan(max_num_seqs=(3, 12), pairs=1), engine)
+    sizes = list(dict.fromkeys(width for _, _, width in engine.seen))
+    assert sizes == [1, 2, 3, 4, 8, 12]
+    for size in range(1, 13):  # the engine pads to a captured size of up to twice the batch
+        assert any(size <= captured <= 2 * size for captured in sizes)
 
 
 def test_batch_sizes_take_turns() -> None:
