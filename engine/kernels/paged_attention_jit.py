@@ -63,7 +63,7 @@ def attention_kernel(
     wait_for_inputs(DEPENDENT)
     if split == 0:
         for t in range(live_tokens + tile, num_tokens, tl.num_programs(2)):
-            _zero_heads(out_ptr, t, head, num_heads, GROUP, D, BLOCK_D)
+            zero_heads(out_ptr, t, head, num_heads, GROUP, D, BLOCK_D)
     if first_query >= queries:
         return
     context = seq_len - queries
@@ -82,7 +82,7 @@ def attention_kernel(
     k_ptr += head.to(tl.int64) * kv_stride_h
     v_ptr += head.to(tl.int64) * kv_stride_h
     # block ids are loaded a step ahead, so that K and V loads wait for nothing
-    blocks = _block_ids(table_ptr, step * BLOCK_N, high, S, BLOCK_N)
+    blocks = block_ids(table_ptr, step * BLOCK_N, high, S, BLOCK_N)
 
     m = tl.arange(0, BLOCK_M)
     query = first_query + m // GROUP
@@ -101,14 +101,14 @@ def attention_kernel(
     if not ONE_TILE and not WINDOW:
         masked = tl.maximum(step, tl.minimum(end, shared // BLOCK_N))
         for i in tl.range(step, masked):
-            ahead = _block_ids(table_ptr, (i + 1) * BLOCK_N, high, S, BLOCK_N)
+            ahead = block_ids(table_ptr, (i + 1) * BLOCK_N, high, S, BLOCK_N)
             acc, top, total = _attend(
                 acc, top, total, q, blocks, i * BLOCK_N, low, high, last,
                 k_ptr, v_ptr, kv_stride_p, scale, D, BLOCK_D, S, BLOCK_N, False,
             )  # fmt: skip
             blocks = ahead
     for i in tl.range(masked, end):
-        ahead = _block_ids(table_ptr, (i + 1) * BLOCK_N, high, S, BLOCK_N)
+        ahead = block_ids(table_ptr, (i + 1) * BLOCK_N, high, S, BLOCK_N)
         acc, top, total = _attend(
             acc, top, total, q, blocks, i * BLOCK_N, low, high, last,
             k_ptr, v_ptr, kv_stride_p, scale, D, BLOCK_D, S, BLOCK_N, True,
@@ -157,9 +157,10 @@ def _visible(
 
 
 @triton.jit
-def _zero_heads(
+def zero_heads(
     out_ptr, token, head, num_heads, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
+    """A token's output of one KV head's queries."""
     d = tl.arange(0, BLOCK_D)
     row = (tl.zeros((BLOCK_D,), tl.int64) + token) * num_heads + head * GROUP
     for g in range(GROUP):
@@ -168,7 +169,7 @@ def _zero_heads(
 
 
 @triton.jit
-def _block_ids(table_ptr, start, high, S: tl.constexpr, BLOCK_N: tl.constexpr):
+def block_ids(table_ptr, start, high, S: tl.constexpr, BLOCK_N: tl.constexpr):
     """KV blocks of keys start to start + BLOCK_N: one if they share it, else one per key."""
     key = start if S >= BLOCK_N else start + tl.arange(0, BLOCK_N)
     return tl.load(table_ptr + key // S, mask=key < high, other=0)
@@ -180,7 +181,7 @@ def _attend(
     top,  # [BLOCK_M] float32: largest score so far
     total,  # [BLOCK_M] float32: sum of 2^(score - top)
     q,  # [BLOCK_M, BLOCK_D]
-    blocks,  # _block_ids of `start`
+    blocks,  # block_ids of `start`
     start,  # first key, a multiple of BLOCK_N
     low,
     high,  # keys that may be seen

@@ -24,7 +24,7 @@ import triton
 from engine.kernels.launch import dependent
 from engine.kernels.paged_attention_jit import attention_kernel, combine_kernel
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 64
 
 
@@ -124,7 +124,7 @@ def paged_attention_triton(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_reqs == 0:
         return out.zero_()
-    crowded = num_reqs * kv_heads > 2 * _num_sms(q)
+    crowded = num_reqs * kv_heads > 2 * num_sms(q)
     tile = tile or choose_tile(q.dtype, head_dim, max_query_len * group, crowded=crowded)
     block_m = max(tile.block_m, triton.next_power_of_2(group))
     queries_per_tile = block_m // group
@@ -133,7 +133,7 @@ def paged_attention_triton(
     num_tiles = num_reqs if one_tile else num_tokens // queries_per_tile + num_reqs
     if num_splits is None:
         kv_len = block_table.shape[1] * kv_block_size if max_kv_len is None else max_kv_len
-        num_splits = choose_num_splits(num_tiles * kv_heads, kv_len, tile.block_n, _num_sms(q))
+        num_splits = choose_num_splits(num_tiles * kv_heads, kv_len, tile.block_n, num_sms(q))
     split = num_splits > 1
     part, lse = out, out
     if split:
@@ -157,7 +157,7 @@ def paged_attention_triton(
         seq_lens,
         num_reqs,
         num_tokens,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         window,
         GROUP=group,
         D=head_dim,
@@ -190,7 +190,8 @@ def paged_attention_triton(
     return out
 
 
-def _num_sms(x: torch.Tensor) -> int:
+def num_sms(x: torch.Tensor) -> int:
+    """Multiprocessors of the device of `x`; 1 on a CPU."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 

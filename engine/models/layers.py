@@ -8,9 +8,9 @@ import torch
 from engine.kernels.activation import silu_mul
 from engine.kernels.linear import Linear
 from engine.kernels.norms import add_rms_norm, rms_norm
-from engine.kernels.paged_attention import AttentionBatch, paged_attention
+from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.rope import inverse_frequencies, rope_table
-from engine.kernels.rope_store import rope_store
+from engine.kernels.rope_attention import rope_attention
 from engine.kv.cache import PagedKV
 from engine.models.config import LayersSpec
 
@@ -103,13 +103,15 @@ class Attention:
         spec = self.spec
         qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         k_cache, v_cache = ctx.kv.k[layer], ctx.kv.v[layer]
-        q = rope_store(
-            qkv, self.q_norm, self.k_norm, spec.norm_eps, ctx.cos_sin, k_cache, v_cache, ctx.slots
-        )
-        out = paged_attention(
-            q,
+        out = rope_attention(
+            qkv,
+            self.q_norm,
+            self.k_norm,
+            spec.norm_eps,
+            ctx.cos_sin,
             k_cache,
             v_cache,
+            ctx.slots,
             ctx.attention,
             scale=spec.head_dim**-0.5,
             causal=causal,
