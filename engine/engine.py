@@ -77,6 +77,7 @@ class Engine:
             Rows(limits.max_num_seqs, width, loaded.at.device),
             self.stats.seconds,
             use_graphs=loaded.at.device.type == "cuda" and not config.enforce_eager,
+            graph_pool_bytes=limits.graph_pool_bytes,
         )
         self.runner.steps.synthetic_acceptance = config.synthetic_acceptance
         self._launched: list[Launched] = []
@@ -85,7 +86,9 @@ class Engine:
         self.stats.drafted_at = [0] * self.gamma
         self.stats.accepted_at = [0] * self.gamma
         self.stats.kv_blocks_total = limits.num_blocks
-        self.stats.seconds["load"] = time.perf_counter() - begin
+        if loaded.warm_up_seconds:
+            self.stats.seconds["warm-up"] = loaded.warm_up_seconds
+        self.stats.seconds["load"] = time.perf_counter() - begin - loaded.warm_up_seconds
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if `request` cannot be served; touches no state."""

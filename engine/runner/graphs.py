@@ -54,13 +54,15 @@ class Captured:
 class Graphs:
     """Captured rounds by kind."""
 
-    def __init__(self, steps: Steps, max_num_seqs: int) -> None:
+    def __init__(self, steps: Steps, max_num_seqs: int, pool_bytes: int = 0) -> None:
         """Prepare; nothing is captured yet.
 
         Args:
             steps: The device side.
             max_num_seqs: N, the largest batch.
+            pool_bytes: What the rounds' shared memory is known to come to.
         """
+        self._pool_bytes = pool_bytes
         self._steps = steps
         self._tiers = graph_tiers(max_num_seqs)
         self._index = torch.full(
@@ -119,8 +121,16 @@ class Graphs:
 
     def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = body()
+        before = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                if self._pool is None and self._pool_bytes:
+                    # taken whole, and given back to the pool at once: tiers captured one after the
+                    # other would each add what the last one left too small
+                    torch.empty(self._pool_bytes, dtype=torch.uint8, device=self._index.device)
+                out = body()
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
         # one pool: rounds never run at the same time, so their scratch may be the same
         self._pool = self._pool or graph.pool()
         return graph, out

@@ -19,7 +19,13 @@ class ModelRunner:
     """One process's networks, caches and rows. Who runs, and for how long, its caller decides."""
 
     def __init__(
-        self, networks: Networks, rows: Rows, seconds: dict[str, float], *, use_graphs: bool
+        self,
+        networks: Networks,
+        rows: Rows,
+        seconds: dict[str, float],
+        *,
+        use_graphs: bool,
+        graph_pool_bytes: int = 0,
     ) -> None:
         """Take over networks, rows and the times to add to; graphs need a CUDA device."""
         self.net = networks
@@ -29,7 +35,7 @@ class ModelRunner:
         self.overlapped = rows.device.type == "cuda"
         """Do launches return before their work is done?"""
 
-        self.graphs = Graphs(self.steps, rows.spare) if use_graphs else None
+        self.graphs = Graphs(self.steps, rows.spare, graph_pool_bytes) if use_graphs else None
         self.first_logits = torch.empty(0)
         """[requests, V] target logits behind the first tokens of the last prefill that had any."""
 
