@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,9 +11,11 @@ from engine import worker
 from engine.config import EngineConfig
 from engine.errors import ConfigError, DSparkError, RequestError
 from engine.kv.blocks import BlockPool
+from engine.recovery import Shortage, Shrinking
 from engine.request import Completion, Request, RequestFailure, Round, SamplingParams, Timing
 from engine.runner.model_runner import ModelRunner
-from engine.runner.pending import Pending
+from engine.runner.out_of_memory import first_line, is_out_of_memory
+from engine.runner.pending import Launched
 from engine.runner.rows import Rows
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import End, Sequence
@@ -21,17 +23,6 @@ from engine.telemetry import EngineStats
 from engine.text import StopMatcher, Tokenizer
 
 Output = Completion | RequestFailure
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step on its way."""
-
-    members: list[tuple[Sequence, int]]
-    """Who gets a result, in order, and in which epoch of theirs."""
-
-    pending: Pending
-    is_round: bool
 
 
 class Engine:
@@ -44,12 +35,13 @@ class Engine:
 
         Args:
             config: The settings.
-            on_progress: Called with (phase, done, total) while loading; bytes for `load`.
+            on_progress: Called with (phase, done, total): bytes of `load NAME` for each checkpoint,
+                then steps of `warm-up`.
 
         Raises:
             DSparkError: The checkpoints or settings cannot be served.
         """
-        begin = time.perf_counter()
+        begin = self._began = time.perf_counter()
         self.stats = EngineStats()
         loaded = worker.load(config, on_progress or worker.ignore_progress)
         self.config = replace(config, **loaded.at.settings)
@@ -83,6 +75,7 @@ class Engine:
         self._launched: list[Launched] = []
         """Steps whose results the host has not taken in."""
 
+        self._shrinking = Shrinking(self._scheduler, self.stats)
         self.stats.drafted_at = [0] * self.gamma
         self.stats.accepted_at = [0] * self.gamma
         self.stats.kv_blocks_total = limits.num_blocks
@@ -145,6 +138,7 @@ class Engine:
                 f"max_num_seqs must be in [1, {most}], what the engine was made for, got {width}"
             )
         source, scheduler = iter(requests), self._scheduler
+        self._shrinking.allowed = True
         self._set_speculation(speculate and self.gamma > 0)
         try:
             more = True
@@ -170,7 +164,12 @@ class Engine:
             self.abandon()
 
     def submit(self, requests: Iterable[Request], *, speculate: bool = True) -> None:
-        """Queue requests for `step`, all at once; `run` is the way for anything but measuring."""
+        """Queue requests for `step`, all at once; `run` is the way for anything but measuring.
+
+        A step that runs out of memory is then an error: fewer requests would be measured than
+        asked for.
+        """
+        self._shrinking.allowed = False
         self._set_speculation(speculate and self.gamma > 0)
         for request in requests:
             if (failure := self._add(request)) is not None:
@@ -180,6 +179,7 @@ class Engine:
         """Drop every unfinished request; the engine is as new."""
         self._launched = []
         self._scheduler.drop_all()
+        self._shrinking.reset()
         self._count()
 
     @property
@@ -209,24 +209,58 @@ class Engine:
         """One turn: launch a prefill and a round, then take in results.
 
         On a CUDA device the results are those of the turn before: the host prepares a round while
-        the one before it runs. What a request gets past its end is dropped there.
+        the one before it runs. What a request gets past its end is dropped there. A step that does
+        not fit into memory makes all requests wait, and the steps after it smaller.
+
+        Raises:
+            CapacityError: The step before this one did not fit, and no smaller one can be made.
         """
+        if self._shrinking.failure is not None:
+            raise self._shrinking.failure
         begin, occupied = time.perf_counter(), self.runner.clock.occupied()
         before, self._launched = self._launched, []
         finished: list[Output] = []
-        if chunks := self._scheduler.prefill():
-            self._prefill(chunks, begin)
-            finished += self._take_if_done()
-        if batch := self._scheduler.decoding():
-            epochs = [(s, s.epoch) for s in batch]
-            self._launched.append(Launched(epochs, self.runner.round(batch), True))
-            finished += self._take_if_done()
+        shortage = self._launch(begin, finished)
         finished += self._take(before)
+        if shortage is not None:
+            finished += self._take(self._launched)
+            self._launched = []
+            self._shrinking.after(shortage, self.runner.release)
         self.runner.clock.settle()
         self._count()
         host = time.perf_counter() - begin - (self.runner.clock.occupied() - occupied)
         self.stats.seconds["host"] = self.stats.seconds.get("host", 0.0) + host
         return finished
+
+    def _launch(self, now: float, finished: list[Output]) -> Shortage | None:
+        """Launch a prefill and a round.
+
+        Args:
+            now: Clock time.
+            finished: Gets what ends at once, where launches wait for their work.
+
+        Returns:
+            What ran out of memory. What was launched before it is good.
+        """
+        kind, members = "", []
+        try:
+            if chunks := self._scheduler.prefill():
+                kind, members = "prefill", [c.sequence for c in chunks]
+                self._prefill(chunks, now)
+                finished += self._take_if_done()
+                self._shrinking.fits(kind)
+            if batch := self._scheduler.decoding():
+                kind, members = "round", batch
+                epochs = [(s, s.epoch) for s in batch]
+                self._launched.append(Launched(epochs, self.runner.round(batch), True))
+                finished += self._take_if_done()
+                self._shrinking.fits(kind)
+        except RuntimeError as error:
+            if not kind or not is_out_of_memory(error):
+                raise
+            # the error itself holds the step's tensors, by its frames: it must not stay
+            return Shortage(kind, [s.request.request_id for s in members], first_line(error))
+        return None
 
     def _prefill(self, chunks: list[Chunk], now: float) -> None:
         """Launch prompt chunks; who ends its prompt may join a round of the same turn."""
@@ -246,7 +280,7 @@ class Engine:
         launched, self._launched = self._launched, []
         return self._take(launched)
 
-    def _take(self, launched: list["Launched"]) -> list[Output]:
+    def _take(self, launched: list[Launched]) -> list[Output]:
         """Commit the results of earlier launches; void ones are skipped."""
         finished: list[Output] = []
         for launch in launched:
@@ -285,6 +319,8 @@ class Engine:
         kept, end = sequence.commit(tokens, self._eos, self.max_model_len)
         sequence.commits.append((time.perf_counter(), kept))
         self.stats.output_tokens += kept
+        if not self.stats.until_first_token:
+            self._note_first_token(sequence.commits[-1][0])
         if is_round:
             if self.runner.steps.speculating:
                 self._record(sequence, len(tokens), kept)
@@ -294,6 +330,12 @@ class Engine:
             return []
         self._retire(sequence)
         return [self._complete(sequence, end)]
+
+    def _note_first_token(self, now: float) -> None:
+        seconds = self.stats.seconds
+        spent = {name: seconds.get(name, 0.0) for name in ("load", "warm-up", "capture")}
+        rest = now - self._began - sum(spent.values())
+        self.stats.until_first_token = {**spent, "rest": rest}
 
     def _retire(self, sequence: Sequence) -> None:
         sequence.ended = True

@@ -35,12 +35,25 @@ class EngineStats:
     """Per draft position: how often it was kept."""
 
     preemptions: int = 0
+    out_of_memory: int = 0
+    """Steps that did not fit; each made those after it smaller."""
+
+    max_num_seqs: int = 0
+    """Requests at once, as it is now."""
+
+    max_num_batched_tokens: int = 0
+    """Prompt tokens a step, as it is now."""
+
     running: int = 0
     waiting: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by phase: load, prefill, draft, verify, host."""
+    """Wall time by phase: load, warm-up, capture, prefill, draft, verify, wait, host."""
+
+    until_first_token: dict[str, float] = field(default_factory=dict)
+    """Wall time from the engine's beginning to its first output token: load, warm-up, capture, and
+    the rest. Empty before that token."""
 
     @property
     def acceptance_length(self) -> float:

@@ -30,7 +30,8 @@ class Checkpoint:
 
     Args:
         folder: A checkpoint: model.safetensors, its shards with an index, or one safetensors file.
-        on_progress: Called with (folder name, bytes read, bytes in all) after each tensor.
+        on_progress: Called with (`load` and the folder's name, bytes read, bytes in all) after each
+            tensor.
 
     Raises:
         CheckpointError: A file is missing or torn.
@@ -178,7 +179,7 @@ class Checkpoint:
                 "use the config.json that belongs to these weights",
             )
         if self._on_progress is not None:
-            self._on_progress(self._folder.name, self._total, self._total)
+            self._on_progress(f"load {self._folder.name}", self._total, self._total)
 
     def _header(self, name: str) -> TensorHeader:
         try:
@@ -227,6 +228,8 @@ class Checkpoint:
     def _deliver(
         self, name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
+        if torch.device(device).type == "cuda" and tensor.dtype != dtype:
+            tensor = tensor.to(device)  # the device converts faster than the host
         # copy=True: what safetensors returns may be the mapped file itself
         owned = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
         self._mark(name)
@@ -238,7 +241,7 @@ class Checkpoint:
         self._used.add(name)
         self._done += self._headers[name].nbytes
         if self._on_progress is not None:
-            self._on_progress(self._folder.name, self._done, self._total)
+            self._on_progress(f"load {self._folder.name}", self._done, self._total)
 
 
 class Outline(Checkpoint):

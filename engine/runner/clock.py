@@ -46,6 +46,15 @@ class Clock:
             self._add(name, start.elapsed_time(end) / 1e3)
 
     @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Time the host spends on capturing a round."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add("capture", time.perf_counter() - begin)
+
+    @contextmanager
     def waiting(self) -> Iterator[None]:
         """Time the host spends on waiting for the device."""
         begin = time.perf_counter()
@@ -57,7 +66,7 @@ class Clock:
 
     def occupied(self) -> float:
         """Seconds so far in which the host computed or waited, rather than prepared."""
-        names = ("wait",) if self._on_device else ("prefill", "draft", "verify")
+        names = ("wait", "capture") if self._on_device else ("prefill", "draft", "verify")
         return sum(self.seconds.get(name, 0.0) for name in names)
 
     def _add(self, name: str, seconds: float) -> None:

@@ -86,6 +86,10 @@ class Graphs:
                 return kind
         return Kind(fit, speculating, sampled, filtered)
 
+    def __contains__(self, kind: Kind) -> bool:
+        """Is this kind of round captured?"""
+        return kind in self._captured
+
     def load(self, rows: Items[int], tier: int) -> None:
         """Say which rows are in the next round."""
         padded = [*rows, *[self._steps.rows.spare] * (tier - len(rows))]
@@ -97,6 +101,11 @@ class Graphs:
         if found is None:
             found = self._captured[kind] = self._capture(kind)
         return found
+
+    def clear(self) -> None:
+        """Forget all captured rounds, and let go of their memory."""
+        self._captured.clear()
+        self._pool, self._pool_bytes = None, 0
 
     def _capture(self, kind: Kind) -> Captured:
         steps = self._steps

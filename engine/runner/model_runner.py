@@ -1,6 +1,7 @@
 """Launches steps: host lists in, results on their way back. Holds no policy."""
 
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 
 import torch
 
@@ -8,6 +9,7 @@ from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
 from engine.runner.clock import Clock
 from engine.runner.graphs import Graphs
+from engine.runner.out_of_memory import release_caches
 from engine.runner.pending import Pending
 from engine.runner.rows import Rows
 from engine.runner.steps import Networks, Prompt, Steps
@@ -80,13 +82,26 @@ class ModelRunner:
         with self.clock.phase("verify"):
             return Pending(self.steps.verify(members, drafts, **_needs(sequences)))
 
+    def release(self) -> None:
+        """Give back all memory that is not needed to go on: captured rounds, and what torch keeps.
+
+        Results on their way must have been waited for.
+        """
+        release_caches(self.rows.device)  # also waits: a step that failed may have begun
+        if self.graphs is not None:
+            self.graphs.clear()
+        self.steps.last_confidence = None
+        self.first_logits = torch.empty(0)
+        release_caches(self.rows.device)
+
     def _draft(self, members: Members) -> Drafts:
         return self.steps.draft(members, sampled=_needs(members.sequences)["sampled"])
 
     def _replay(self, sequences: Items[Sequence], graphs: Graphs) -> Pending:
         """The same round from captured graphs."""
         kind = graphs.kind(len(sequences), self.steps.speculating, **_needs(sequences))
-        round_ = graphs.get(kind)
+        with nullcontext() if kind in graphs else self.clock.capturing():
+            round_ = graphs.get(kind)
         graphs.load([s.row for s in sequences], kind.tier)
         if round_.draft is not None:
             with self.clock.phase("draft"):

@@ -1,6 +1,10 @@
 """Results on their way to the host: asked for once, waited for, never polled."""
 
+from dataclasses import dataclass
+
 import torch
+
+from engine.sequence import Sequence
 
 
 class Pending:
@@ -19,7 +23,7 @@ class Pending:
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._host = result
+            self._host = result.clone()
 
     def wait(self) -> list[list[int]]:
         """The values, once they are there."""
@@ -27,3 +31,14 @@ class Pending:
             self._event.synchronize()
         rows: list[list[int]] = self._host.tolist()
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way."""
+
+    members: list[tuple[Sequence, int]]
+    """Who gets a result, in order, and in which epoch of theirs."""
+
+    pending: Pending
+    is_round: bool

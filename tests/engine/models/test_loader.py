@@ -83,7 +83,7 @@ def test_progress_counts_bytes_once(tmp_path: Path) -> None:
             weights.take(name, (size,), dtype=torch.float32, device="cpu")
         weights.finish()
     assert [(done, total) for _, done, total in seen] == [(16, 24), (24, 24), (24, 24)]
-    assert {phase for phase, _, _ in seen} == {tmp_path.name}
+    assert {phase for phase, _, _ in seen} == {f"load {tmp_path.name}"}
 
 
 def test_unused_tensors_are_named_and_documented_ones_ignored(tmp_path: Path) -> None:
@@ -238,3 +238,33 @@ def test_same_bytes_compares_contents_in_chunks(tmp_path: Path) -> None:
     headers = read_headers(tmp_path)
     found = {n: same_bytes(headers["a"], headers[n], chunk=16) for n in ("b", "late", "low")}
     assert found == {"b": True, "late": False, "low": False}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_reach_the_device_without_a_copy_on_the_host(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """2 GB in 16 tensors: the process's own memory grows by less than two of them."""
+    size = (8192, 8192)
+    tensors = {f"w{i}": torch.full(size, float(i), dtype=torch.bfloat16) for i in range(16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    torch.zeros(1, device="cuda")
+    before, most = own_memory(), 0
+    with Checkpoint(tmp_path, on_progress=lambda *_: None) as weights:
+        for i in range(16):
+            tensor = weights.take(f"w{i}", size, dtype=dtype, device="cuda")
+            assert (tensor.device.type, tensor.dtype) == ("cuda", dtype)
+            assert (tensor == i).all()
+            most = max(most, own_memory())
+            del tensor
+        weights.finish()
+    assert most - before < 2 * 2 * 8192 * 8192
+
+
+def own_memory() -> int:
+    """Bytes of this process that no file backs."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = [row for row in status.splitlines() if row.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
