@@ -17,6 +17,7 @@ from dspark_cli.output import write_atomically
 from dspark_cli.parameters import as_parameters
 from dspark_cli.progress import LoadProgress
 from dspark_cli.sampling import effective
+from dspark_cli.startup import Startup, process_started
 from engine.config import EngineConfig
 from engine.errors import ConfigError, DSparkError
 from engine.request import FinishReason
@@ -69,6 +70,7 @@ class ThroughputRun:
 
     def __init__(self, given: ThroughputOptions) -> None:
         self.given = given
+        self.startup: Startup | None = None
         self.config = given.engine_config()
         self.rules = given.rules()
         self.template = given.template_text()
@@ -92,6 +94,7 @@ class ThroughputRun:
 
         timeline = Timeline(time.perf_counter, time.perf_counter())
         engine = self._load()
+        self.startup = Startup(engine.stats, process_started())
         timeline.lap("load")
         prompts = make_prompts(
             self.given,
@@ -120,7 +123,7 @@ class ThroughputRun:
         from evals.throughput_report import Result
 
         plan = self._plan()
-        points = measure(engine, prompts.requests, plan, timeline, self.say)
+        points = measure(engine, prompts.requests, plan, timeline, self._told)
         result = Result(
             points=tuple(points),
             crossover=crossover(points),
@@ -128,6 +131,13 @@ class ThroughputRun:
             windows=timeline.totals(),
         )
         return replace(result, warnings=(*prompts.notes, *self._warnings(result)))
+
+    def _told(self, text: str) -> None:
+        """What measuring says; before the first of it, how long the first token took."""
+        if self.startup is not None and (line := self.startup.line()) is not None:
+            self.say(line)
+            self.startup = None
+        self.say(text)
 
     def _plan(self) -> "Plan":
         from evals.throughput import Plan

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,7 @@ from dspark_cli.options import MEASURE, REPORT, Debug, option
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts, whole
 from dspark_cli.progress import LoadProgress
+from dspark_cli.startup import Startup, process_started
 from engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -71,19 +71,23 @@ def bench_round(**values: Any) -> None:
     --model shape:qwen3-8b is random weights of that shape, with a drafter of its own.
     """
     given = RoundOptions(**values)
-    begin = time.perf_counter()
     config = given.engine_config()
-    engine = backend.load_engine(config, LoadProgress(quiet=False))
+    progress = LoadProgress(quiet=False)
+    engine = backend.load_engine(config, progress)
+    progress.close()
+    startup = Startup(engine.stats, process_started())
     from engine.measure import describe, measure_round
 
-    sys.stderr.write(f"dspark: loaded in {time.perf_counter() - begin:.1f} s\n")
-    measured = [
-        measure_round(
-            engine, n, speculate=kind, prompt_tokens=given.prompt_tokens, rounds=given.rounds
-        )
-        for n in given.sizes
-        for kind in ([True, False] if config.draft else [False])
-    ]
+    measured: list[RoundTimes] = []
+    for n in given.sizes:
+        for kind in [True, False] if config.draft else [False]:
+            measured.append(
+                measure_round(
+                    engine, n, speculate=kind, prompt_tokens=given.prompt_tokens, rounds=given.rounds
+                )
+            )
+            if len(measured) == 1:
+                sys.stderr.write(f"dspark: {startup.line()}\n")
     about = {
         **describe(engine),
         "synthetic_acceptance": given.synthetic_acceptance,

@@ -14,12 +14,14 @@ from typing import Any, Self
 
 from dspark_cli.interrupt import Deadline
 from dspark_cli.output import write_atomically
+from dspark_cli.startup import Startup
 from engine.telemetry import EngineStats
 
 LOG_SECONDS = 10.0
 FILE_SECONDS = 1.0
 TICK_SECONDS = 0.25
 WINDOW_SECONDS = 10.0
+SLOW_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Progress:
         quiet: Show nothing.
         file: Rewritten every second with the state as JSON.
         tick: Called a few times a second from the thread.
+        startup: Tells of the first token.
     """
 
     def __init__(
@@ -108,12 +111,15 @@ class Progress:
         quiet: bool = False,
         file: Path | None = None,
         tick: Callable[[], None] = lambda: None,
+        startup: Startup | None = None,
     ) -> None:
         self._counts = counts
         self._stats = stats
         self._quiet = quiet
         self._file = file
         self._tick = tick
+        self._startup = startup
+        self._told: set[str] = set()
         self._rate = Rate()
         self._log = Deadline(LOG_SECONDS)
         self._write = Deadline(FILE_SECONDS)
@@ -140,6 +146,7 @@ class Progress:
         self._stop.set()
         self._thread.join()
         self.phase = "done" if error is None else "stopped"
+        self._tell()
         if self._bar is not None:
             self._refresh_bar(self._rate.update(self._stats.output_tokens))
             self._bar.close()
@@ -162,7 +169,22 @@ class Progress:
     def _run(self) -> None:
         while not self._stop.wait(TICK_SECONDS):
             self._tick()
+            self._tell()
             self._show()
+
+    def _tell(self) -> None:
+        """Say what is said once."""
+        started = None if self._startup is None else self._startup.line()
+        for name, text in (("first token", started), ("memory", shortage(self._stats))):
+            if text is None or name in self._told or self._quiet:
+                continue
+            self._told.add(name)
+            with suppress(OSError):
+                if self._bar is not None:
+                    self._bar.write(f"dspark: {text}", file=sys.stderr)
+                else:
+                    sys.stderr.write(f"dspark: {text}\n")
+                    sys.stderr.flush()
 
     def _show(self) -> None:
         rate = self._rate.update(self._stats.output_tokens)
@@ -204,31 +226,55 @@ class Progress:
                 write_atomically(self._file, data)
 
 
+def shortage(stats: EngineStats) -> str | None:
+    """What became of steps that did not fit into memory; None if all did."""
+    if not stats.out_of_memory:
+        return None
+    return (
+        f"out of memory: going on with at most {stats.max_num_seqs} requests at once and "
+        f"{stats.max_num_batched_tokens} prompt tokens a step; outputs do not change"
+    )
+
+
 class LoadProgress:
-    """Shows checkpoints being read, on a terminal."""
+    """Shows checkpoints being read: a bar on a terminal, else a line for each that took a while."""
 
     def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet or not sys.stderr.isatty()
+        self._quiet = quiet
+        self._bars = not quiet and sys.stderr.isatty()
         self._bar: Any = None
         self._phase = ""
+        self._began = self._latest = 0.0
+        self._done = 0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """As Engine's `on_progress`."""
         if self._quiet:
             return
+        size = phase.startswith("load")
         if phase != self._phase:
             self.close()
-            self._phase = phase
-            self._bar = make_bar(total, phase, "B" if phase == "load" else "")
-        self._bar.total = total
-        self._bar.n = done
-        self._bar.refresh()
+            self._phase, self._began = phase, time.perf_counter()
+            if self._bars:
+                self._bar = make_bar(total, phase, "B" if size else "")
+        self._done, self._latest = done if size else 0, time.perf_counter()
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.n = done
+            self._bar.refresh()
 
     def close(self) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        elif self._done and (seconds := self._latest - self._began) >= SLOW_SECONDS:
+            speed = self._done / seconds / 1e9
+            sys.stderr.write(
+                f"dspark: {self._phase}: {self._done / 1e9:.2f} GB in {seconds:.1f} s, "
+                f"{speed:.2f} GB/s\n"
+            )
+        self._done = 0
 
 
 def make_bar(total: int | None, name: str, unit: str) -> Any:
@@ -238,6 +284,8 @@ def make_bar(total: int | None, name: str, unit: str) -> Any:
     tqdm.monitor_interval = 0  # its own thread: ours refreshes already
     size = unit == "B"
     form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+    if size:
+        form += " {rate_fmt}"
     if total is None:
         form = "{desc} {n_fmt}{postfix}"
     return tqdm(

@@ -22,6 +22,7 @@ from dspark_cli.progress import Counts, LoadProgress, Progress, clock
 from dspark_cli.reader import Rows, open_sources
 from dspark_cli.sampling import effective
 from dspark_cli.settings import GenerateOptions
+from dspark_cli.startup import Startup, process_started
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.telemetry import EngineStats
@@ -161,6 +162,7 @@ class GenerateRun:
 
     def _decode(self, job: Job, journal: Journal, pending: Iterator[Pending]) -> None:
         engine = self._load(self.config)
+        startup = Startup(engine.stats, process_started())
         self._settle_header(journal, engine.config)
         self.stats = engine.stats
         self.ran = ran(engine)
@@ -172,6 +174,7 @@ class GenerateRun:
                 quiet=self.given.quiet,
                 file=self.given.progress_file,
                 tick=journal.sync_if_due,
+                startup=startup,
             ):
                 job.run(engine, pending)
         finally:
@@ -300,6 +303,11 @@ class GenerateRun:
             self.say("nothing left to do")
         if counts.kept:
             self.say(f"{counts.kept} lines were done before")
+        if stats.out_of_memory:
+            self.say(
+                f"{stats.out_of_memory} steps ran out of memory; at most {stats.max_num_seqs} "
+                f"requests at once fitted in the end"
+            )
         cut = job.tally.finish["length"]
         if cut:
             self.say(f"{cut} of {counts.done} were cut at the limit (finish_reason length)")
