@@ -2,26 +2,19 @@
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dspark_cli.interrupt import Interrupts, StopNow
-from dspark_cli.journal import Entry, Journal, Status, data_key, digest, row_key
+from dspark_cli.journal import Entry, Journal, Status, data_key, digest
 from dspark_cli.output import Slots, StdoutRows, completion_row
+from dspark_cli.prepare import Encoded, JobSettings, Prepared, Preparing
 from dspark_cli.progress import Counts
+from dspark_cli.readahead import NotYet, ReadAhead
 from dspark_cli.reader import RawRow, Rows
-from dspark_cli.rows import (
-    Prompt,
-    RowRequest,
-    RowRules,
-    TextTokenizer,
-    encode_prompt,
-    read_id,
-    read_row,
-    turn_name,
-)
-from dspark_cli.sampling import effective
+from dspark_cli.rows import Prompt, RowRequest, TextTokenizer, turn_name
 from engine.errors import DSparkError, RequestError
 from engine.request import Completion, Request, RequestFailure, SamplingParams
 
@@ -43,6 +36,9 @@ class Pending:
     params: SamplingParams
     key: str
     data: dict[str, Any]
+    encoded: Encoded
+    """Of this turn."""
+
     answered: tuple[Completion, ...] = ()
     """The turns before this one."""
 
@@ -58,26 +54,11 @@ class Pending:
         turns = turn + len(self.prompt.later)
         return f"turn {turn} of {turns}: " if turns > 1 else ""
 
-    def then(self, reply: Completion) -> "Pending":
+    def then(self, reply: Completion, encode: Callable[[Prompt], Encoded]) -> "Pending":
         """The next turn."""
         prompt = self.prompt.then(reply.text)
-        return replace(self, prompt=prompt, answered=(*self.answered, reply))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings:
-    """What the job needs to know besides its parts."""
-
-    rules: RowRules
-    chat_template: str | None = None
-    drafted: bool = False
-    rerun: frozenset[str] = frozenset()
-    max_model_len: int | None = None
-    """As asked for; rows that were too long under another one get another look."""
-
-    keep_results: bool = False
-    keep_prompts: int = 0
-    """Remember the text of this many prompts, to show them."""
+        answered = (*self.answered, reply)
+        return replace(self, prompt=prompt, encoded=encode(prompt), answered=answered)
 
 
 @dataclass(slots=True)
@@ -131,38 +112,50 @@ class Job:
         """True once every row was looked at."""
         self._rows = rows
         self._journal = journal
-        self._tokenizer = tokenizer
+        self._prepare = Preparing(journal, tokenizer, settings)
         self._settings = settings
         self._interrupts = interrupts
-        self._all_read = False
+        self._ahead: ReadAhead[Prepared] | None = None
+        self._turns = ThreadPoolExecutor(1, "dspark-turns")
+        self._all_read = self._all_given = False
         self._seen: set[bytes] = set()
         self._in_flight: dict[tuple[str, int], Pending] = {}
-        self._ready: deque[Pending] = deque()
-        """Second and later turns that can be asked now."""
+        self._ready: deque[Future[Pending]] = deque()
+        """Second and later turns that can be asked once they are tokenised."""
 
     @property
     def complete(self) -> bool:
         """Whether every line of the output is known."""
         return self.exhausted and self.slots.filled == len(self.slots)
 
-    def pending(self) -> Iterator[Pending]:
-        """Read rows; yield what is not in the journal, record what cannot be served."""
-        for raw in self._raw_rows():
-            row_id: str | int | None = None
+    def pending(self) -> Iterator[Pending | None]:
+        """Read rows; yield what is not in the journal, record what cannot be served.
+
+        None means that the next row is not there yet, while rows that run need not wait for it.
+        """
+        for prepared in self._prepared():
+            if prepared is None:
+                yield None
+                continue
             try:
-                fields = raw.load()
-                own_id = read_id(fields)
-                row_id = str(raw.index) if own_id is None else own_id
-                self._claim(row_id)
-                row = read_row(fields, self._settings.rules)
+                if prepared.row_id is not None:
+                    self._claim(prepared.row_id)
+                if isinstance(prepared.row, RequestError):
+                    raise prepared.row
             except RequestError as error:
-                self._reject_row(raw, row_id, error)
+                self._reject_row(prepared.raw, prepared.row_id, error)
                 self._flush_stdout()
                 continue
-            yield from self._samples(raw, row_id, row)
+            yield from self._samples(prepared, prepared.row)
         self.exhausted = self._all_read
 
-    def run(self, engine: "Engine", pending: Iterator[Pending]) -> None:
+    def close(self) -> None:
+        """End the threads; again does nothing."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self._turns.shutdown(cancel_futures=True)
+
+    def run(self, engine: "Engine", pending: Iterator[Pending | None]) -> None:
         """Complete all of `pending`.
 
         Raises:
@@ -177,7 +170,7 @@ class Job:
         self._interrupts.rest()
         unfinished = list(self._in_flight.values())
         if not self._interrupts.draining:
-            unfinished += self._ready
+            unfinished += [turn.result() for turn in self._ready]
         if unfinished:
             raise DSparkError(
                 f"the engine ended with {len(unfinished)} rows unfinished, "
@@ -185,20 +178,23 @@ class Job:
                 "run the same command again: finished rows are kept",
             )
 
-    def _raw_rows(self) -> Iterator[RawRow]:
-        rows = iter(self._rows)
+    def _prepared(self) -> Iterator[Prepared | None]:
+        rows = self._rows
+        ahead = self._ahead = ReadAhead(
+            map(self._prepare, rows), lambda prepared: prepared.nbytes, rows.given_up
+        )
         while not self._interrupts.draining:
             try:
                 with self._interrupts.waiting():
-                    raw = next(rows, None)
+                    found = ahead.get(wait=not self._in_flight)
             except StopNow:
                 if self._interrupts.stopped:
                     raise
                 return  # a first Ctrl-C while waiting for stdin
-            if raw is None:
+            except StopIteration:
                 self._all_read = True
                 return
-            yield raw
+            yield None if isinstance(found, NotYet) else found
 
     def _claim(self, row_id: str | int) -> None:
         name = hashlib.blake2b(str(row_id).encode("utf-8"), digest_size=12).digest()
@@ -208,39 +204,23 @@ class Job:
             )
         self._seen.add(name)
 
-    def _samples(self, raw: RawRow, row_id: str | int, row: RowRequest) -> Iterator[Pending]:
+    def _samples(self, prepared: Prepared, row: RowRequest) -> Iterator[Pending]:
+        raw, row_id = prepared.raw, prepared.row_id
+        assert row_id is not None, "a row with a request has an id"
         if self.counts.total is not None:
             self.counts.total += row.n - self._settings.rules.n
-        identity, sampling = row.prompt.identity(), effective(row.params)
-        for sample in range(row.n):
+        encoded = prepared.encoded
+        for sample, key in enumerate(prepared.keys):
             slot = self.slots.open(raw, sample if row.n > 1 else None)
             if len(self.prompts) < self._settings.keep_prompts:
                 self.prompts[slot] = row.prompt.brief()
-            key = row_key(str(row_id), sample, identity, sampling)
-            entry = self._journal.find(key)
-            if entry is not None and self._stands(entry, row.params):
+            entry = self._prepare.find(key, row.params)
+            if entry is not None:
                 self._keep(slot, key, entry, row.data)
-            else:
-                yield Pending(slot, row_id, sample, row.prompt, row.params, key, row.data)
-
-    def _stands(self, entry: Entry, params: SamplingParams) -> bool:
-        """Whether a recorded row is what a run with `params` would give."""
-        rerun = self._settings.rerun
-        if entry.status is Status.FAILED:
-            return "failed" not in rerun
-        if entry.status is Status.TOO_LONG:
-            same = entry.limit == (self._settings.max_model_len or 0)
-            # replies to earlier turns are part of the prompt: other limits make other lengths
-            same &= entry.tokens in (0, params.max_tokens)
-            return "failed" not in rerun and same
-        if entry.status is Status.STOP:
-            return entry.tokens <= params.max_tokens
-        if "truncated" in rerun:
-            return False
-        by_context = entry.tokens < entry.limit
-        return params.max_tokens == entry.limit or (
-            by_context and entry.tokens <= params.max_tokens
-        )
+                continue
+            if encoded is None:
+                encoded = self._prepare.encode(row.prompt)
+            yield Pending(slot, row_id, sample, row.prompt, row.params, key, row.data, encoded)
 
     def _keep(self, slot: int, key: str, entry: Entry, data: dict[str, Any]) -> None:
         newer = entry.data_offset
@@ -255,32 +235,27 @@ class Job:
             self.counts.kept += 1
         self._flush_stdout()
 
-    def _requests(self, engine: "Engine", pending: Iterator[Pending]) -> Iterator[Request | None]:
-        """Requests for the engine; None while only replies still to come can give more."""
-        row: Prompt | None = None
-        token_ids: tuple[int, ...] = ()
+    def _requests(
+        self, engine: "Engine", pending: Iterator[Pending | None]
+    ) -> Iterator[Request | None]:
+        """Requests for the engine; None while running rows need not wait for the next one."""
         while True:
-            # later turns come before new rows: their prefix is in the KV cache
-            item = self._ready.popleft() if self._ready else next(pending, None)
+            item = self._next(pending)
             if self._interrupts.draining:
                 self.exhausted = False
                 return
             if item is None:
-                if any(going.prompt.later for going in self._in_flight.values()):
-                    yield None
-                    continue
-                return
+                if self._all_given and not self._ready and not self._more_turns():
+                    return
+                yield None
+                continue
             try:
-                if item.prompt is not row:  # samples of one row share their prompt
-                    row = None
-                    token_ids = encode_prompt(
-                        item.prompt, self._tokenizer, self._settings.chat_template
-                    )
-                    row = item.prompt
+                if isinstance(item.encoded, RequestError):
+                    raise item.encoded
                 request_id, sample = item.name
                 request = Request(
                     request_id=request_id,
-                    prompt_token_ids=token_ids,
+                    prompt_token_ids=item.encoded,
                     params=item.params,
                     sample_index=sample,
                 )
@@ -293,6 +268,23 @@ class Job:
             self.counts.in_flight += 1
             yield request
 
+    def _next(self, pending: Iterator[Pending | None]) -> Pending | None:
+        """What to ask next; None if there is nothing, or nothing yet while rows run."""
+        if self._ready:
+            # later turns come before new rows: their prefix is in the KV cache
+            if self._in_flight and not self._ready[0].done():
+                return None
+            return self._ready.popleft().result()
+        if not self._all_given:
+            try:
+                return next(pending)
+            except StopIteration:
+                self._all_given = True
+        return None
+
+    def _more_turns(self) -> bool:
+        return any(going.prompt.later for going in self._in_flight.values())
+
     def _settle(self, result: Completion | RequestFailure) -> None:
         request = result.request
         item = self._in_flight.pop((request.request_id, request.sample_index), None)
@@ -304,7 +296,7 @@ class Job:
             self._reject(item, result.kind, result.message, hint, retryable=result.retryable)
             return
         if item.prompt.later:
-            self._ready.append(item.then(result))
+            self._ready.append(self._turns.submit(item.then, result, self._prepare.encode))
             return
         turns = (*item.answered, result)
         rows = [completion_row(turn, item.row_id, self._settings.drafted) for turn in turns]

@@ -127,7 +127,7 @@ class Journal:
         return len(self._at)
 
     def find(self, key: str) -> Entry | None:
-        """The last record of a row, None if it has none."""
+        """The last record of a row, None if it has none; from any thread."""
         at = self._at.get(bytes.fromhex(key))
         return None if at is None else self._entry(at)
 
@@ -274,10 +274,11 @@ class Journal:
             limit = int(record.get("max_model_len", 0))
         else:
             raise ValueError(f"unknown record {kind!r}")
-        self._at[key] = len(self._offsets)
+        at = len(self._offsets)
         self._offsets.append(offset)
         self._numbers.extend((status, tokens, limit))
         self._data.append(data)
+        self._at[key] = at  # last: another thread may be looking it up
 
     def _entry(self, at: int) -> Entry:
         status, tokens, limit = self._numbers[3 * at : 3 * at + 3]

@@ -13,13 +13,16 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from threading import Event
+from typing import Any, BinaryIO, Protocol
 
 from dspark_cli.jsonl import BOM, loads
+from dspark_cli.patient import open_pipe, patient
 from engine.errors import ConfigError, RequestError
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -67,8 +70,12 @@ class Source(Protocol):
         """For messages."""
         ...
 
-    def rows(self) -> Iterator[tuple[int, bytes | None]]:
-        """Line number and JSON text of each row, blank lines left out."""
+    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
+        """Line number and JSON text of each row, blank lines left out.
+
+        Args:
+            given_up: Once it is set, nothing waits for more to come.
+        """
         ...
 
     def count(self) -> int | None:
@@ -87,15 +94,22 @@ class LinesFile:
         """The path."""
         return str(self.path)
 
-    def _open(self) -> BinaryIO:
-        if self.path.name.endswith(".gz"):
-            return cast(BinaryIO, gzip.open(self.path, "rb"))
-        return self.path.open("rb")
+    @contextmanager
+    def _open(self, given_up: Event | None) -> Iterator[BinaryIO]:
+        with ExitStack() as stack:
+            stream: Any
+            if given_up is None or self.path.is_file():
+                stream = stack.enter_context(self.path.open("rb"))
+            else:
+                stream = patient(stack.enter_context(open_pipe(self.path)), given_up)
+            if self.path.name.endswith(".gz"):
+                stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
+            yield stream
 
-    def rows(self) -> Iterator[tuple[int, bytes | None]]:
+    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
         """As Source."""
         try:
-            with self._open() as stream:
+            with self._open(given_up) as stream:
                 yield from split_lines(stream)
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(
@@ -113,9 +127,13 @@ class Stdin:
 
     name: str = "stdin"
 
-    def rows(self) -> Iterator[tuple[int, bytes | None]]:
+    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
         """As Source."""
-        yield from split_lines(sys.stdin.buffer)
+        stream: Any = sys.stdin.buffer
+        raw = getattr(stream, "raw", None)
+        if given_up is not None and raw is not None:
+            stream = patient(raw, given_up)
+        yield from split_lines(stream)
 
     def count(self) -> int | None:
         """Unknown."""
@@ -143,7 +161,7 @@ class ParquetFile:
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {self.path}: {error}", "check the file") from None
 
-    def rows(self) -> Iterator[tuple[int, bytes | None]]:
+    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
         """As Source."""
         with self._open() as table:
             batches = table.iter_batches(batch_size=256)
@@ -185,7 +203,7 @@ class HubDataset:
                 "check the name, NAME/NAME[@CONFIG][:SPLIT], and the network; or give a file",
             ) from None
 
-    def rows(self) -> Iterator[tuple[int, bytes | None]]:
+    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
         """As Source."""
         yield from _records(self._table)
 
@@ -273,6 +291,9 @@ class Rows:
         self.sources = sources
         self.limit = limit
         self.read = 0
+        self.given_up = Event()
+        """Once it is set, nothing waits for more rows."""
+
         self._digest = hashlib.sha256()
 
     @property
@@ -296,16 +317,16 @@ class Rows:
         return total if self.limit is None else min(total, self.limit)
 
     def __iter__(self) -> Iterator[RawRow]:
-        """Read; once."""
+        """Read; once. Whatever thread reads, `given_up` ends its waiting."""
         for source in self.sources:
-            for line, data in source.rows():
-                if self.limit is not None and self.read >= self.limit:
-                    break
+            for line, data in source.rows(self.given_up):
                 self._digest.update(data or b"")
                 self._digest.update(b"\n")
                 row = RawRow(self.read, line, source.name, data)
                 self.read += 1
                 yield row
+                if self.limit is not None and self.read >= self.limit:
+                    return  # before the next row is waited for
 
 
 def split_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:

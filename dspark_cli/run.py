@@ -4,6 +4,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,12 @@ from dspark_cli.compare import Comparison, compare_plain
 from dspark_cli.dryrun import context_length, examine, print_report
 from dspark_cli.fingerprint import check_same_run, checkpoint_digest, dspark_version, text_digest
 from dspark_cli.interrupt import Interrupts, StopNow
-from dspark_cli.job import Job, JobSettings, Pending
+from dspark_cli.job import Job, Pending
 from dspark_cli.journal import FORMAT, Journal, Status
 from dspark_cli.metrics import ran, run_metrics, write_metrics
 from dspark_cli.output import OutputPaths, StdoutRows, first_completions, write_final
 from dspark_cli.preflight import check_places, check_space
+from dspark_cli.prepare import JobSettings
 from dspark_cli.progress import Counts, LoadProgress, Progress, clock
 from dspark_cli.reader import Rows, open_sources
 from dspark_cli.sampling import effective
@@ -106,7 +108,8 @@ class GenerateRun:
                     keep_prompts=given.show,
                 )
                 job = Job(self.rows, journal, tokenizer, settings, interrupts, counts)
-                return self._work(job, journal)
+                with closing(job):
+                    return self._work(job, journal)
             except StopNow:
                 code = self._interrupted(counts, journal)
                 if job is not None:
@@ -160,7 +163,7 @@ class GenerateRun:
                 f"{self.given.limit}); {journal.path} keeps them"
             )
 
-    def _decode(self, job: Job, journal: Journal, pending: Iterator[Pending]) -> None:
+    def _decode(self, job: Job, journal: Journal, pending: Iterator[Pending | None]) -> None:
         engine = self._load(self.config)
         startup = Startup(engine.stats, process_started())
         self._settle_header(journal, engine.config)
