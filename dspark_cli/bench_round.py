@@ -83,7 +83,11 @@ def bench_round(**values: Any) -> None:
         for kind in [True, False] if config.draft else [False]:
             measured.append(
                 measure_round(
-                    engine, n, speculate=kind, prompt_tokens=given.prompt_tokens, rounds=given.rounds
+                    engine,
+                    n,
+                    speculate=kind,
+                    prompt_tokens=given.prompt_tokens,
+                    rounds=given.rounds,
                 )
             )
             if len(measured) == 1:
