@@ -233,11 +233,14 @@ class EvalRun:
 
 
 class _Since:
-    """What progress shows of the engine's counters, from now on: another arm is not in it."""
+    """An engine's counters as of now, less what was counted before: another arm is not in them."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
         self._then = replace(stats)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stats, name)
 
     @property
     def output_tokens(self) -> int:
@@ -246,6 +249,10 @@ class _Since:
     @property
     def rounds(self) -> int:
         return self._stats.rounds - self._then.rounds
+
+    @property
+    def out_of_memory(self) -> int:
+        return self._stats.out_of_memory - self._then.out_of_memory
 
     @property
     def acceptance_length(self) -> float:
