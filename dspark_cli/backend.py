@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.kernel_bench.bench import Bench
     from engine.text import Tokenizer
 
 
@@ -37,3 +38,10 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], Non
     from engine.engine import Engine
 
     return Engine(config, on_progress=on_progress)
+
+
+def kernel_bench(config: EngineConfig, **sizes: Any) -> "Bench":
+    """Each op at the shapes of a model; `sizes` are fields of engine.kernel_bench.bench.Sizes."""
+    from engine.kernel_bench.bench import Sizes, prepare
+
+    return prepare(config, Sizes(**sizes))

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from evals.throughput_report import Result
 
 COMMANDS = {
+    "kernels": (
+        "dspark_cli.bench_kernels:bench_kernels",
+        "Each op against what the device can do.",
+    ),
     "round": ("dspark_cli.bench_round:bench_round", "Rounds against their matrix products."),
     "throughput": ("dspark_cli.bench:throughput", "Tokens/s over batch sizes, drafted and plain."),
 }

@@ -1,0 +1,180 @@
+"""The rows of `dspark bench kernels`: every op is checked, and timed only if it is right."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine import worker
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kernel_bench.attention_cases import Asked, attention_case
+from engine.kernel_bench.case import Case
+from engine.kernel_bench.choice_cases import accept_case, markov_case, sample_case
+from engine.kernel_bench.index_cases import slot_mapping_case, step_inputs_case
+from engine.kernel_bench.layer_cases import (
+    activation_case,
+    linear_case,
+    norm_case,
+    rope_store_case,
+)
+from engine.kernel_bench.timing import Ceiling, measure_ceiling, seconds_a_call
+from engine.models.layers import Placement
+
+COLD_BYTES = 3e8
+"""Calls go round so much memory: several times what caches hold."""
+
+_MOST_COPIES, _CALLS = 32, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What is asked of the ops."""
+
+    requests: tuple[int, ...] = (1, 8, 64, 256)
+    context: int = 256
+    """KV tokens of each of them."""
+
+    long_requests: int = 64
+    long_context: int = 2048
+    prefill: int = 8192
+    """Tokens of one prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One op at one shape."""
+
+    op: str
+    shape: str
+    wrong: str | None
+    """What is wrong with it; it was not timed then."""
+
+    seconds: float
+    nbytes: float
+    flops: float
+    share: float
+    """Of the ceiling: the least time for so many bytes and FLOPs, over the time taken."""
+
+    by_flops: bool
+    """Is it the matrix rate that bounds it, not the memory's?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured, on what."""
+
+    config: EngineConfig
+    sizes: Sizes
+    at: Placement
+    ceiling: Ceiling
+    plan: worker.Plan
+
+    def about(self) -> dict[str, str]:
+        """For whoever reads the numbers later."""
+        on_gpu = self.at.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.at.device) if on_gpu else "cpu",
+            "path": "kernels" if on_gpu else "references: a CPU has no kernels",
+            "torch": torch.__version__,
+            "model": self.config.model,
+            "draft": self.config.draft or "none",
+            "dtype": str(self.at.dtype).removeprefix("torch."),
+            "copy GB/s": f"{self.ceiling.copy / 1e9:.0f}",
+            "matmul TFLOP/s": f"{self.ceiling.matmul / 1e12:.3g}",
+        }
+
+    def run(self, ops: frozenset[str] = frozenset()) -> Iterator[Measured]:
+        """Measure one case after the other.
+
+        Args:
+            ops: Their names; none: all.
+
+        Raises:
+            ConfigError: There is no such op.
+        """
+        cases = self._cases()
+        known = sorted({op for op, _ in cases})
+        if unknown := sorted(ops - set(known)):
+            raise ConfigError(f"there is no op {unknown[0]!r}", f"use some of {', '.join(known)}")
+        for op, make in cases:
+            if not ops or op in ops:
+                yield measure(make(), self.at, self.ceiling)
+
+    def _cases(self) -> list[tuple[str, Callable[[], Case]]]:
+        sizes, at = self.sizes, self.at
+        spec, vocab = self.plan.target.layers, self.plan.target.vocab_size
+        gamma = self.plan.num_speculative_tokens
+        width = gamma + 1
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+
+        def attention(*asked: Asked) -> list[tuple[str, Callable[[], Case]]]:
+            return [("attention", partial(attention_case, a, spec, at)) for a in asked]
+
+        cases = attention(
+            Asked(sizes.long_requests, sizes.long_context, width),
+            Asked(sizes.long_requests, sizes.long_context, 1),
+            Asked(1, 0, sizes.prefill),
+            Asked(64, 0, max(sizes.prefill // 64, 1)),
+        )
+        for n in sizes.requests:
+            tokens = n * width
+            cases += attention(Asked(n, sizes.context, width), Asked(n, sizes.context, 1))
+            if draft := self.plan.draft:
+                cases += attention(Asked(n, sizes.context, width, causal=False))
+                if draft.markov == "vanilla":
+                    cases.append(("markov_chain", partial(markov_case, n, gamma, draft, at)))
+            cases += [
+                ("linear", partial(linear_case, "gate and up", tokens, hidden, 2 * inner, at)),
+                ("linear", partial(linear_case, "lm_head", tokens, hidden, vocab, at)),
+                ("add_rms_norm", partial(norm_case, tokens, spec, at)),
+                ("silu_mul", partial(activation_case, tokens, spec, at)),
+                ("rope_store", partial(rope_store_case, tokens, spec, at)),
+                ("accept", partial(accept_case, n, gamma, vocab, at)),
+                ("sample", partial(sample_case, n, vocab, at)),
+                ("step_inputs", partial(step_inputs_case, n, width, at.device)),
+                ("slot_mapping", partial(slot_mapping_case, n, width, sizes.context, at.device)),
+            ]
+        return cases
+
+
+def prepare(config: EngineConfig, sizes: Sizes) -> Bench:
+    """Find the shapes, and measure what the device can do.
+
+    Raises:
+        ConfigError: The device is not there, or the checkpoints do not go together.
+        CheckpointError: A checkpoint cannot be served.
+    """
+    plan, _ = worker.plan_checkpoints(config)
+    at = worker.placement(config, plan.target)
+    if at.device.type == "cpu":
+        torch.set_num_threads(config.threads or worker.usable_cores())
+    return Bench(config, sizes, at, measure_ceiling(at), plan)
+
+
+@torch.inference_mode()
+def measure(case: Case, at: Placement, ceiling: Ceiling) -> Measured:
+    """Check an op, then time it over inputs that no cache holds."""
+    torch.manual_seed(0)
+    inputs = case.make()
+    wrong = case.check(inputs, case.run(inputs))
+    if wrong is not None:
+        return Measured(case.op, case.shape, wrong, 0.0, case.nbytes, case.flops, 0.0, False)
+    copies = 1
+    if at.device.type == "cuda":
+        copies = int(min(max(COLD_BYTES // max(case.nbytes, 1), 1), _MOST_COPIES))
+    every = [inputs] + [case.make() for _ in range(copies - 1)]
+    rounds = max(_CALLS // copies, 1) if at.device.type == "cuda" and copies > 1 else 1
+    calls = [partial(case.run, one) for one in every] * rounds
+    seconds = seconds_a_call(list(calls), at.device)
+    return Measured(
+        op=case.op,
+        shape=case.shape,
+        wrong=None,
+        seconds=seconds,
+        nbytes=case.nbytes,
+        flops=case.flops,
+        share=ceiling.seconds(case.nbytes, case.flops) / seconds,
+        by_flops=case.flops / ceiling.matmul > case.nbytes / ceiling.copy,
+    )

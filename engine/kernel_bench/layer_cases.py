@@ -1,0 +1,124 @@
+"""What a layer does besides attention, for T tokens."""
+
+import torch
+from torch.nn.functional import linear
+
+from engine.kernel_bench.case import Case, Inputs, as_good_as, equal, first
+from engine.kernels.activation import silu_mul, silu_mul_ref
+from engine.kernels.linear import Linear
+from engine.kernels.norms import add_rms_norm, rms_norm_ref
+from engine.kernels.rope import inverse_frequencies, rope_table
+from engine.kernels.rope_store import rope_store, rope_store_ref
+from engine.models.config import LayersSpec
+from engine.models.layers import Placement
+
+_EPS = 1e-6
+
+
+def randn(at: Placement, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Random values of that shape where the networks would be."""
+    return torch.empty(shape, dtype=at.dtype, device=at.device).normal_(0.0, scale)
+
+
+def linear_case(name: str, tokens: int, inner: int, outer: int, at: Placement) -> Case:
+    """Inputs: x [T, in], the plain weight [out, in], and the matrix as the networks hold it."""
+
+    def make() -> Inputs:
+        weight = randn(at, outer, inner, scale=inner**-0.5)
+        return randn(at, tokens, inner), weight, Linear(weight)
+
+    def check(inputs: Inputs, out: torch.Tensor) -> str | None:
+        x, weight, _ = inputs
+        return as_good_as("y", out, linear(x.float(), weight.float()), linear(x, weight))
+
+    item = at.dtype.itemsize
+    return Case(
+        op="linear",
+        shape=f"{tokens} x {inner} x {outer} ({name})",
+        make=make,
+        run=lambda inputs: inputs[2](inputs[0]),
+        check=check,
+        nbytes=(inner * outer + tokens * (inner + outer)) * item,
+        flops=2.0 * tokens * inner * outer,
+    )
+
+
+def norm_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
+    """Inputs: x and residual [T, H], weight [H]."""
+    hidden = spec.hidden_size
+
+    def run(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual, weight = inputs
+        return add_rms_norm(x, residual, weight, _EPS)
+
+    def check(inputs: Inputs, out: tuple[torch.Tensor, torch.Tensor]) -> str | None:
+        (x, residual, weight), (normed, total) = inputs, out
+        exact = rms_norm_ref(total.float(), weight.float(), _EPS)
+        return first(
+            equal("sum", total, x + residual),
+            as_good_as("norm", normed, exact, rms_norm_ref(total, weight, _EPS)),
+        )
+
+    return Case(
+        op="add_rms_norm",
+        shape=f"{tokens} x {hidden}",
+        make=lambda: (randn(at, tokens, hidden), randn(at, tokens, hidden), randn(at, hidden)),
+        run=run,
+        check=check,
+        nbytes=4 * tokens * hidden * at.dtype.itemsize,
+    )
+
+
+def activation_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
+    """Inputs: gate_up [T, 2I]."""
+    width = spec.intermediate_size
+
+    def check(inputs: Inputs, out: torch.Tensor) -> str | None:
+        (x,) = inputs
+        return as_good_as("out", out, silu_mul_ref(x.float()), silu_mul_ref(x))
+
+    return Case(
+        op="silu_mul",
+        shape=f"{tokens} x {width}",
+        make=lambda: (randn(at, tokens, 2 * width),),
+        run=lambda inputs: silu_mul(*inputs),
+        check=check,
+        nbytes=3 * tokens * width * at.dtype.itemsize,
+    )
+
+
+def rope_store_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
+    """Inputs: qkv [T, Q+2K, D], norm weights or None, cos_sin, caches, slots in random order."""
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    slots = max(2 * tokens, 4096)
+
+    def make() -> Inputs:
+        table = rope_table(inverse_frequencies(dim, spec.rope.theta), tokens).to(at.device)
+        norms = (randn(at, dim), randn(at, dim)) if spec.qk_norm else (None, None)
+        caches = (randn(at, slots, kv_heads, dim), randn(at, slots, kv_heads, dim))
+        where = torch.randperm(slots, device=at.device)[:tokens]
+        return randn(at, tokens, heads + 2 * kv_heads, dim), *norms, _EPS, table, *caches, where
+
+    def reference(inputs: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        qkv, q_norm, k_norm, eps, table, k, v, where = inputs
+        q_norm, k_norm = (w if w is None else w.to(dtype) for w in (q_norm, k_norm))
+        k, v = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
+        q = rope_store_ref(qkv.to(dtype), q_norm, k_norm, eps, table, k, v, where)
+        return q, k[where], v[where]
+
+    def check(inputs: Inputs, q: torch.Tensor) -> str | None:
+        where = inputs[-1]
+        got = (q, inputs[5][where], inputs[6][where])
+        exact, low = reference(inputs, torch.float32), reference(inputs, at.dtype)
+        names = ("q", "stored k", "stored v")
+        return first(*map(as_good_as, names, got, exact, low))
+
+    moved = 2 * tokens * (heads + 2 * kv_heads) * dim * at.dtype.itemsize
+    return Case(
+        op="rope_store",
+        shape=f"{tokens} x {heads + 2 * kv_heads} x {dim}",
+        make=make,
+        run=lambda inputs: rope_store(*inputs),
+        check=check,
+        nbytes=moved + tokens * (4 * dim + 8),
+    )
