@@ -12,14 +12,14 @@ import typer
 from dspark_cli import backend
 from dspark_cli.bench_data import Prompts, make_prompts
 from dspark_cli.bench_settings import ThroughputOptions
-from dspark_cli.fingerprint import checkpoint_digest
-from dspark_cli.output import write_atomically
+from dspark_cli.loading import load
+from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
-from dspark_cli.progress import LoadProgress
 from dspark_cli.sampling import effective
 from dspark_cli.startup import Startup, process_started
 from engine.config import EngineConfig
 from engine.errors import ConfigError, DSparkError
+from engine.locate import checkpoint_digest
 from engine.request import FinishReason
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class ThroughputRun:
 
             check_out(given.out, overwrite=given.overwrite)
         if given.output_json not in (None, "-"):
-            _check_json(Path(given.output_json or ""))
+            check_folder(Path(given.output_json or ""))
 
     def say(self, text: str) -> None:
         """To people."""
@@ -114,11 +114,7 @@ class ThroughputRun:
         self._report(result, engine.config)
 
     def _load(self) -> "Engine":
-        progress = LoadProgress(self.given.quiet)
-        try:
-            return backend.load_engine(self.config, progress)
-        finally:
-            progress.close()
+        return load(self.config, quiet=self.given.quiet, say=self.say)
 
     def _measure(
         self, engine: "Engine", prompts: Prompts, timeline: Any, settings: dict[str, Any]
@@ -174,6 +170,7 @@ class ThroughputRun:
             "draft": draft,
             "draft_digest": None if draft is None else self._digest(draft, "draft"),
             "num_speculative_tokens": len(engine.stats.drafted_at) if draft else None,
+            "verify": (config.verify or "lagged") if draft else None,
             "device": config.device,
             "device_name": device.get("name") or device.get("machine"),
             "threads": device.get("threads"),
@@ -279,18 +276,9 @@ def _cut_share(result: "Result") -> list[str]:
     return [f"{100 * cut / len(done):.0f} % of outputs were cut at --max-tokens"]
 
 
-def _check_json(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {path.parent}", f"mkdir -p {path.parent}")
-
-
 def _write_json(name: str, value: dict[str, Any]) -> None:
-    data = json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
     if name == "-":
-        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.write(json.dumps(value, indent=2, allow_nan=False).encode() + b"\n")
         sys.stdout.buffer.flush()
         return
-    try:
-        write_atomically(Path(name), data)
-    except OSError as error:
-        raise DSparkError(f"cannot write {name}: {error.strerror}", "choose another name") from None
+    write_json(Path(name), value)

@@ -55,7 +55,7 @@ def make_prompts(
     if given.is_random:
         requests = _random(want, given, rules, tokenizer)
     else:
-        requests, notes = _from_file(want, given.data_name, rules, template, tokenizer)
+        requests, notes = read_prompts(want, given.data_name, rules, template, tokenizer)
     digest = hashlib.sha256()
     for request in requests:
         digest.update(repr(request.prompt_token_ids).encode())
@@ -77,9 +77,24 @@ def _random(
     ]
 
 
-def _from_file(
-    want: int, name: str, rules: RowRules, template: str | None, tokenizer: TextTokenizer
+def read_prompts(
+    want: int | None, name: str, rules: RowRules, template: str | None, tokenizer: TextTokenizer
 ) -> tuple[list[Request], tuple[str, ...]]:
+    """First turns of the rows of a file.
+
+    Args:
+        want: How many; None: all.
+        name: As `dspark generate` takes it, or demo.
+        rules: What holds for rows.
+        template: What --chat-template holds.
+        tokenizer: The target's.
+
+    Returns:
+        Requests, and notes for people.
+
+    Raises:
+        ConfigError: There are no rows, or one of them cannot be served.
+    """
     rows = Rows(open_sources(str(_demo()) if name == "demo" else name), want)
     rules = replace(rules, passthrough=True)  # labels and answers of a data set are no mistakes
     requests: list[Request] = []

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
@@ -56,7 +56,7 @@ def compare_plain(
     Returns:
         Both speeds, and how many outputs agree token for token.
     """
-    engine = load(replace(config, draft=None, num_speculative_tokens=None))
+    engine = load(config.without_draft())
     drafted = {_name(result): result for result in results}
     started = time.perf_counter()
     equal = tokens = 0

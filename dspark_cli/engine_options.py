@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 from dspark_cli.options import MEMORY, MODEL, SPECULATION, option
@@ -25,6 +26,14 @@ class DTypeName(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class VerifyName(StrEnum):
+    """Which drafts the target checks."""
+
+    all = "all"
+    lagged = "lagged"
+    sync = "sync"
 
 
 _MODEL = option(
@@ -68,6 +77,47 @@ Gamma = Annotated[
         "-g",
         parser=whole(1),
         metavar="N",
+    ),
+]
+Verify = Annotated[
+    VerifyName | None,
+    option(
+        SPECULATION,
+        "Which drafts the target checks. all: every one. lagged: as many as pay, down to plain "
+        "steps, judged by drafts of two rounds ago. sync: judged by this round's, which costs a "
+        "wait. Default: lagged. Outputs have the target's distribution in any case; sampled rows "
+        "are the same token for token in any batch with all only.",
+        "--verify",
+    ),
+]
+CostTableFile = Annotated[
+    Path | None,
+    option(
+        SPECULATION,
+        "What rounds cost here, from `dspark profile`. Default: measured when needed.",
+        "--cost-table",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+CalibrationFile = Annotated[
+    Path | None,
+    option(
+        SPECULATION,
+        "What the drafter's confidences mean, from `dspark calibrate`. Default: what they say.",
+        "--calibration",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+FillTiers = Annotated[
+    bool,
+    option(
+        SPECULATION,
+        "On cuda: verify further drafts in place of padding up to a captured size.",
+        "--fill-tiers/--no-fill-tiers",
     ),
 ]
 MaxNumSeqs = Annotated[
@@ -149,6 +199,10 @@ class EngineOptions:
     model: OptionalModel
     draft: Draft = None
     num_speculative_tokens: Gamma = None
+    verify: Verify = None
+    cost_table: CostTableFile = None
+    calibration: CalibrationFile = None
+    fill_tiers: FillTiers = EngineConfig.fill_tiers
     device: Device = DeviceName.auto
     dtype: DType = DTypeName.auto
     max_model_len: MaxModelLen = None

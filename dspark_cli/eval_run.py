@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dspark_cli import backend
 from dspark_cli.eval_options import EvalOptions
-from dspark_cli.fingerprint import changes, checkpoint_digest, dspark_version, text_digest
+from dspark_cli.fingerprint import changes, dspark_version, text_digest
 from dspark_cli.interrupt import Interrupts, StopNow
 from dspark_cli.journal import FORMAT, Journal, row_key
+from dspark_cli.loading import load
 from dspark_cli.output import completion_row
-from dspark_cli.progress import Counts, LoadProgress, Progress
+from dspark_cli.progress import Counts, Progress
 from dspark_cli.sampling import effective
 from engine.config import EngineConfig
 from engine.errors import ConfigError, RequestError
+from engine.locate import checkpoint_digest
 from engine.request import Completion, FinishReason, Request, RequestFailure, Round, Timing
 from engine.telemetry import EngineStats
 from evals.arm import DRAFTED, Arm
@@ -77,11 +79,7 @@ class EvalRun:
     def engine(self) -> "Engine":
         """Loaded on first use."""
         if self._engine is None:
-            progress = LoadProgress(self.given.quiet)
-            try:
-                self._engine = backend.load_engine(self.config, progress)
-            finally:
-                progress.close()
+            self._engine = load(self.config, quiet=self.given.quiet, say=self.say)
         return self._engine
 
     @property
@@ -223,6 +221,7 @@ class EvalRun:
             "model": self.digests["model"],
             "draft": self.digests["draft"] if drafted else None,
             "num_speculative_tokens": config.num_speculative_tokens if drafted else None,
+            "verify": config.verify if drafted else None,
             "dtype": config.dtype,
             "device": config.device,
             "max_model_len": config.max_model_len,

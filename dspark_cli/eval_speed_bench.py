@@ -10,14 +10,15 @@ import typer
 
 from dspark_cli import backend, options
 from dspark_cli.engine_options import EngineOptions, Model
-from dspark_cli.fingerprint import checkpoint_digest, text_digest
+from dspark_cli.fingerprint import text_digest
+from dspark_cli.loading import load
 from dspark_cli.options import EVALUATION, option
 from dspark_cli.parameters import as_parameters
-from dspark_cli.progress import LoadProgress
 from dspark_cli.prompt_options import PromptOptions
 from dspark_cli.sampling import effective
 from dspark_cli.sampling_options import MaxTokens, SamplingOptions
 from engine.errors import ConfigError
+from engine.locate import checkpoint_digest
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -149,11 +150,7 @@ class SpeedBenchRun:
         return FAILED_ROWS if any(turn.completion is None for turn in result.turns) else 0
 
     def _load(self) -> "Engine":
-        progress = LoadProgress(self.given.quiet)
-        try:
-            return backend.load_engine(self.config, progress)
-        finally:
-            progress.close()
+        return load(self.config, quiet=self.given.quiet, say=self.say)
 
     def _play(self, engine: "Engine", timeline: "Timeline") -> "Result":
         from evals.metrics import check_completion, check_counters
@@ -209,6 +206,7 @@ class SpeedBenchRun:
             if draft is None
             else checkpoint_digest(backend.locate_checkpoint(draft, "draft")),
             "num_speculative_tokens": len(engine.stats.drafted_at) if draft else None,
+            "verify": (config.verify or "lagged") if draft else None,
             "device": config.device,
             "dtype": config.dtype,
             "max_num_seqs": engine.limits.max_num_seqs,

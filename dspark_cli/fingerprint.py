@@ -1,15 +1,11 @@
 """What a run was, so that a resumed one is the same run."""
 
-import hashlib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from dspark_cli.journal import digest
 from engine.errors import ConfigError
-
-_PIECE = 1 << 16
 
 # A difference in these makes other outputs; in the others it makes the same ones, or about.
 DECISIVE = (
@@ -31,6 +27,7 @@ DECISIVE = (
 NOTED = (
     "draft",
     "num_speculative_tokens",
+    "verify",
     "device",
     "max_model_len",
     "max_num_seqs",
@@ -58,24 +55,6 @@ def dspark_version() -> str:
         return version("dspark")
     except PackageNotFoundError:  # run from a source folder
         return "0+unknown"
-
-
-def checkpoint_digest(folder: Path) -> str:
-    """Names a checkpoint by its files: small ones whole, weights by size and three pieces.
-
-    Reading all weights would take as long as loading them; pieces tell fine-tunes apart.
-    """
-    total = hashlib.blake2b(digest_size=8)
-    for path in sorted(folder.glob("*")):
-        if path.name != "config.json" and path.suffix != ".safetensors":
-            continue
-        size = path.stat().st_size
-        total.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as stream:
-            for start in sorted({0, max(size // 2, 0), max(size - _PIECE, 0)}):
-                stream.seek(start)
-                total.update(stream.read(_PIECE))
-    return total.hexdigest()
 
 
 def text_digest(text: str | None) -> str | None:

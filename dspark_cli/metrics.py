@@ -53,6 +53,7 @@ def run_metrics(
         },
         "speed": _speed(stats, seconds),
         "acceptance": _acceptance(stats, job.tally),
+        "schedule": _schedule(stats),
         "engine": asdict(stats),
         "compare_plain": None if comparison is None else asdict(comparison),
         "manifest": {
@@ -73,6 +74,7 @@ def ran(engine: "Engine") -> dict[str, Any]:
         "dtype": engine.config.dtype,
         "device": engine.config.device,
         "num_speculative_tokens": engine.gamma,
+        "verify": engine.config.verify or ("lagged" if engine.gamma else None),
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -127,6 +129,26 @@ def _acceptance(stats: EngineStats, tally: Tally) -> dict[str, Any] | None:
                 zip(stats.accepted_at, stats.drafted_at, strict=True)
             )
         ],
+    }
+
+
+def _schedule(stats: EngineStats) -> dict[str, Any] | None:
+    """What was verified: sums are in `engine.schedule`."""
+    done = stats.schedule
+    if not done.requests:
+        return None
+    error = done.calibration_error
+    return {
+        "rounds_by_path": dict(done.rounds),
+        "drafts_verified_per_request_round": round(done.mean_budget, 4),
+        "target_tokens_scheduled": done.scheduled,
+        "target_tokens_computed": done.tokens,
+        "padding_share": round(done.padding_share, 4),
+        "rounds_without_graph": done.eager,
+        "graphs_captured": done.captures,
+        "predicted_tokens": round(done.predicted, 1),
+        "realised_tokens": done.realised,
+        "calibration_error": None if error is None else round(error, 4),
     }
 
 

@@ -1,6 +1,7 @@
 """Output rows: what they hold, and how they reach the disk in input order."""
 
 import array
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -226,6 +227,37 @@ def write_atomically(path: Path, data: bytes) -> None:
     with _Replacing(path) as stream:
         stream.write(data)
         stream.commit()
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file that could not be written at the end.
+
+    Raises:
+        ConfigError: Its folder does not exist.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}", f"mkdir -p {path.parent}")
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write numbers for other programs.
+
+    Raises:
+        DSparkError: The disk refuses.
+    """
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file in one step.
+
+    Raises:
+        DSparkError: The disk refuses.
+    """
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise DSparkError(f"cannot write {path}: {error.strerror}", "choose another name") from None
 
 
 class _Replacing:

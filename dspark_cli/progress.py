@@ -161,6 +161,9 @@ class Progress:
             "output_tokens": stats.output_tokens,
             "tokens_per_second": round(rate, 1),
             "acceptance_length": round(stats.acceptance_length, 3),
+            "drafts_verified_per_request_round": round(stats.schedule.mean_budget, 3),
+            "padding_share": round(stats.schedule.padding_share, 4),
+            "rounds_by_path": dict(stats.schedule.rounds),
             "elapsed_seconds": round(self._rate.elapsed, 1),
             "seconds_left": _rounded(seconds_left(counts, stats.output_tokens, rate)),
             "updated_at": round(time.time(), 1),
@@ -207,6 +210,8 @@ class Progress:
         parts = [f"{counts.in_flight} in flight", f"{rate:.0f} tok/s"]
         if stats.rounds:
             parts.append(f"acceptance length {stats.acceptance_length:.2f}")
+        if stats.schedule.budget:
+            parts.append(f"{stats.schedule.mean_budget:.1f} drafts verified")
         if counts.failed:
             parts.append(f"{counts.failed} failed")
         left = seconds_left(counts, stats.output_tokens, rate)

@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING, Any
 from dspark_cli import backend
 from dspark_cli.compare import Comparison, compare_plain
 from dspark_cli.dryrun import context_length, examine, print_report
-from dspark_cli.fingerprint import check_same_run, checkpoint_digest, dspark_version, text_digest
+from dspark_cli.fingerprint import check_same_run, dspark_version, text_digest
 from dspark_cli.interrupt import Interrupts, StopNow
 from dspark_cli.job import Job, Pending
 from dspark_cli.journal import FORMAT, Journal, Status
+from dspark_cli.loading import load
 from dspark_cli.metrics import ran, run_metrics, write_metrics
 from dspark_cli.output import OutputPaths, StdoutRows, first_completions, write_final
 from dspark_cli.preflight import check_places, check_space
 from dspark_cli.prepare import JobSettings
-from dspark_cli.progress import Counts, LoadProgress, Progress, clock
+from dspark_cli.progress import Counts, Progress, clock
 from dspark_cli.reader import Rows, open_sources
 from dspark_cli.sampling import effective
 from dspark_cli.settings import GenerateOptions
 from dspark_cli.startup import Startup, process_started
+from dspark_cli.trace import Trace
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.locate import checkpoint_digest
 from engine.telemetry import EngineStats
 
 if TYPE_CHECKING:
@@ -78,7 +81,8 @@ class GenerateRun:
     def run(self) -> int:
         """Do it; the exit code."""
         given = self.given
-        reports = [path for path in (given.metrics_json, given.progress_file) if path is not None]
+        asked = (given.metrics_json, given.progress_file, given.trace)
+        reports = [path for path in asked if path is not None]
         check_places(self.paths, given.input, self.rows.sources, reports)
         self._check_existing()
         total = self.rows.count()
@@ -164,31 +168,31 @@ class GenerateRun:
             )
 
     def _decode(self, job: Job, journal: Journal, pending: Iterator[Pending | None]) -> None:
-        engine = self._load(self.config)
+        engine = self._load(self.config, job.counts.total)
         startup = Startup(engine.stats, process_started())
         self._settle_header(journal, engine.config)
         self.stats = engine.stats
         self.ran = ran(engine)
         started = time.perf_counter()
         try:
-            with Progress(
-                job.counts,
-                engine.stats,
-                quiet=self.given.quiet,
-                file=self.given.progress_file,
-                tick=journal.sync_if_due,
-                startup=startup,
+            with (
+                Trace(self.given.trace) as trace,
+                Progress(
+                    job.counts,
+                    engine.stats,
+                    quiet=self.given.quiet,
+                    file=self.given.progress_file,
+                    tick=journal.sync_if_due,
+                    startup=startup,
+                ),
             ):
+                engine.follow(trace.add)
                 job.run(engine, pending)
         finally:
             self.seconds = time.perf_counter() - started
 
-    def _load(self, config: EngineConfig) -> "Engine":
-        progress = LoadProgress(self.given.quiet)
-        try:
-            return backend.load_engine(config, progress)
-        finally:
-            progress.close()
+    def _load(self, config: EngineConfig, rows: int | None = None) -> "Engine":
+        return load(config, quiet=self.given.quiet, say=self.say, rows=rows)
 
     def _check_existing(self) -> None:
         """Refuse to lose what an earlier run wrote."""
@@ -222,6 +226,7 @@ class GenerateRun:
             "draft": None if draft_folder is None else checkpoint_digest(draft_folder),
             "draft_name": draft,
             "num_speculative_tokens": self.config.num_speculative_tokens,
+            "verify": self.config.verify,
             "dtype": self.config.dtype,
             "device": self.config.device,
             "chat": self.rules.chat,

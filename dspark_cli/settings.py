@@ -100,6 +100,17 @@ MetricsJson = Annotated[
     Path | None,
     option(REPORT, "Write speeds, acceptance and what ran.", metavar="FILE", dir_okay=False),
 ]
+TraceFile = Annotated[
+    Path | None,
+    option(
+        REPORT,
+        "Write every round, with its budget, tier and times, as events for Chrome's tracing page "
+        "or Perfetto.",
+        "--trace",
+        metavar="FILE",
+        dir_okay=False,
+    ),
+]
 Show = Annotated[
     int,
     option(REPORT, "Print the first N completions to stderr.", parser=whole(0), metavar="N"),
@@ -127,6 +138,7 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
     grace: options.Grace = 10.0
     metrics_json: MetricsJson = None
     progress_file: options.ProgressFile = None
+    trace: TraceFile = None
     show: Show = 0
     quiet: options.Quiet = False
     debug: options.Debug = False

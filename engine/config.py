@@ -1,12 +1,14 @@
 """Frozen settings, built and validated once; no other file reads a flag or an env var."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+VerifyMode = Literal["all", "lagged", "sync"]
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the CLI reads defaults off the class
@@ -21,6 +23,20 @@ class EngineConfig:
 
     num_speculative_tokens: int | None = None
     """Draft tokens per round (gamma); None takes what the draft was trained for."""
+
+    verify: VerifyMode | None = None
+    """Which drafts the target checks. all: every one. lagged: as many as pay, none and plain steps
+    included, by what drafts of two rounds ago were expected to bring; sync: by this round's, at the
+    price of waiting for them. None: lagged."""
+
+    cost_table: Path | None = None
+    """File of `dspark profile`: what rounds cost. None: measured before the first run."""
+
+    calibration: Path | None = None
+    """File of `dspark calibrate`: what confidences mean. None: what they say."""
+
+    fill_tiers: bool = True
+    """On cuda: verify further drafts in place of padding up to a captured size."""
 
     device: Device = "auto"
     """auto: cuda if there is one, else cpu."""
@@ -83,8 +99,22 @@ class EngineConfig:
                 f"--synthetic-acceptance must be >= 1, got {self.synthetic_acceptance}",
                 hint="a round commits at least the bonus token",
             )
-        if self.num_speculative_tokens is not None and self.draft is None:
-            raise ConfigError(
-                "--num-speculative-tokens is set but there is no draft",
-                hint="give --draft, or drop --num-speculative-tokens",
-            )
+        for name in ("num_speculative_tokens", "verify", "cost_table", "calibration"):
+            if getattr(self, name) is not None and self.draft is None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"{flag} is set but there is no draft", hint=f"give --draft, or drop {flag}"
+                )
+        if self.cost_table is not None and self.verify == "all":
+            raise ConfigError("--verify all weighs no costs: --cost-table is unused", "drop one")
+
+    def without_draft(self) -> "EngineConfig":
+        """The same target and limits, decoding plainly."""
+        return replace(
+            self,
+            draft=None,
+            num_speculative_tokens=None,
+            verify=None,
+            cost_table=None,
+            calibration=None,
+        )

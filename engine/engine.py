@@ -5,24 +5,25 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from engine import worker
-from engine.config import EngineConfig
+from engine.config import EngineConfig, VerifyMode
 from engine.errors import ConfigError, DSparkError, RequestError
 from engine.kv.blocks import BlockPool
+from engine.outcomes import Output, check_request, complete, not_finite
+from engine.planning import Decisions
 from engine.recovery import Shortage, Shrinking
-from engine.request import Completion, Request, RequestFailure, Round, SamplingParams, Timing
+from engine.request import Request, RequestFailure, Round, SamplingParams
 from engine.runner.model_runner import ModelRunner
 from engine.runner.out_of_memory import first_line, is_out_of_memory
-from engine.runner.pending import Launched
+from engine.runner.pending import Launched, RoundResult
 from engine.runner.rows import Rows
 from engine.scheduler import Chunk, Scheduler
-from engine.sequence import End, Sequence
-from engine.telemetry import EngineStats
+from engine.sequence import Sequence
+from engine.telemetry import EngineStats, RoundRecord
 from engine.text import StopMatcher, Tokenizer
-
-Output = Completion | RequestFailure
 
 
 class Engine:
@@ -43,7 +44,8 @@ class Engine:
         """
         begin = self._began = time.perf_counter()
         self.stats = EngineStats()
-        loaded = worker.load(config, on_progress or worker.ignore_progress)
+        self._on_progress = on_progress or worker.ignore_progress
+        loaded = worker.load(config, self._on_progress)
         self.config = replace(config, **loaded.at.settings)
         """The settings, with `auto` replaced by what was chosen."""
         self.tokenizer: Tokenizer = loaded.tokenizer
@@ -72,6 +74,14 @@ class Engine:
             graph_pool_bytes=limits.graph_pool_bytes,
         )
         self.runner.steps.synthetic_acceptance = config.synthetic_acceptance
+        self.decisions = Decisions(
+            config,
+            self.runner,
+            self._scheduler.pool,
+            {**loaded.fingerprint, "graphs": str(self.runner.graphs is not None)},
+            self.stats.schedule,
+            limits.max_model_len,
+        )
         self._launched: list[Launched] = []
         """Steps whose results the host has not taken in."""
 
@@ -85,29 +95,7 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if `request` cannot be served; touches no state."""
-        ids = request.prompt_token_ids
-        if not ids:
-            raise RequestError("empty", "the prompt has no tokens", "give at least one token")
-        if len(ids) >= self.max_model_len:
-            raise RequestError(
-                "too_long",
-                f"the prompt has {len(ids)} tokens, the context holds {self.max_model_len} "
-                "with at least one output token",
-                f"shorten it to {self.max_model_len - 1} tokens, or raise --max-model-len",
-            )
-        if bad := next((t for t in ids if not 0 <= t < self._vocab_size), None):
-            raise RequestError(
-                "schema",
-                f"prompt token id {bad} is outside the vocabulary [0, {self._vocab_size})",
-                "tokenise with the target's tokenizer",
-            )
-        for token in request.params.stop_token_ids:
-            if token >= self._vocab_size:
-                raise RequestError(
-                    "schema",
-                    f"stop token id {token} is outside the vocabulary [0, {self._vocab_size})",
-                    "use ids of the target's tokenizer",
-                )
+        check_request(request, self.max_model_len, self._vocab_size)
 
     def run(
         self,
@@ -115,6 +103,7 @@ class Engine:
         *,
         speculate: bool = True,
         max_num_seqs: int | None = None,
+        verify: VerifyMode | None = None,
     ) -> Iterator[Output]:
         """Yield each request as it finishes; pulls from `requests` only as rows free up.
 
@@ -126,9 +115,10 @@ class Engine:
                 turn. Only the iterator's end ends the run.
             speculate: False decodes plainly although there is a draft, at no cost of it.
             max_num_seqs: Requests at once, for this run; at most the engine's own limit.
+            verify: Which drafts are checked, for this run; None: as configured.
 
         Raises:
-            ConfigError: `max_num_seqs` is out of range.
+            ConfigError: `max_num_seqs` is out of range, or `verify` needs a confidence head.
             DSparkError: `requests` gave None while nothing ran, so that nothing could give more.
         """
         most = self.limits.max_num_seqs
@@ -139,7 +129,10 @@ class Engine:
             )
         source, scheduler = iter(requests), self._scheduler
         self._shrinking.allowed = True
-        self._set_speculation(speculate and self.gamma > 0)
+        self._set_mode(speculate=speculate, verify=verify)
+        # whoever prepared for fewer has fewer requests
+        if max_num_seqs is not None or self.decisions.table is None:
+            self.decisions.prepare(width, self._on_progress)
         try:
             more = True
             while True:
@@ -163,14 +156,36 @@ class Engine:
         finally:
             self.abandon()
 
-    def submit(self, requests: Iterable[Request], *, speculate: bool = True) -> None:
+    def prepare(self, max_num_seqs: int | None = None) -> float | None:
+        """Measure what rounds cost if that decides anything and is not known; nothing may run.
+
+        `run` does it, too; here it can be done ahead, and for as many requests as there are.
+
+        Args:
+            max_num_seqs: Requests at once; None: the engine's own limit.
+
+        Returns:
+            Seconds it took; None if there was nothing to measure.
+        """
+        most = max_num_seqs or self.limits.max_num_seqs
+        return self.decisions.prepare(most, self._on_progress)
+
+    def submit(
+        self,
+        requests: Iterable[Request],
+        *,
+        speculate: bool = True,
+        verify: VerifyMode | None = None,
+    ) -> None:
         """Queue requests for `step`, all at once; `run` is the way for anything but measuring.
 
         A step that runs out of memory is then an error: fewer requests would be measured than
         asked for.
         """
         self._shrinking.allowed = False
-        self._set_speculation(speculate and self.gamma > 0)
+        self._set_mode(speculate=speculate, verify=verify)
+        if self.decisions.table is None:
+            self.prepare()
         for request in requests:
             if (failure := self._add(request)) is not None:
                 raise RequestError(failure.kind, failure.message)
@@ -181,6 +196,10 @@ class Engine:
         self._scheduler.drop_all()
         self._shrinking.reset()
         self._count()
+
+    def follow(self, on_round: Callable[[RoundRecord], None] | None) -> None:
+        """Have every round told once its result is there; None: no more."""
+        self.decisions.on_round = on_round
 
     @property
     def running(self) -> Items[Sequence]:
@@ -251,8 +270,7 @@ class Engine:
                 self._shrinking.fits(kind)
             if batch := self._scheduler.decoding():
                 kind, members = "round", batch
-                epochs = [(s, s.epoch) for s in batch]
-                self._launched.append(Launched(epochs, self.runner.round(batch), True))
+                self._round(batch)
                 finished += self._take_if_done()
                 self._shrinking.fits(kind)
         except RuntimeError as error:
@@ -272,7 +290,18 @@ class Engine:
         fresh = [(c.sequence, c.sequence.epoch) for c in chunks if c.samples]
         for chunk in chunks:
             self._scheduler.advance(chunk.sequence, chunk.start + chunk.count)
-        self._launched.append(Launched(fresh, pending, False))
+        self._launched.append(Launched(fresh, pending))
+
+    def _round(self, batch: list[Sequence]) -> None:
+        """Decide and launch a round."""
+        begin = time.perf_counter()
+        decided = self.decisions.decide(batch)
+        drafts = self.runner.draft(batch, decided.plan)
+        decided = self.decisions.revise(decided, drafts)
+        pending = self.runner.verify(batch, decided.plan, drafts)
+        self.decisions.count(decided)
+        members = [(s, s.epoch) for s in batch]
+        self._launched.append(Launched(members, pending, decided, begin, time.perf_counter()))
 
     def _take_if_done(self) -> list[Output]:
         if self.runner.overlapped:
@@ -285,14 +314,27 @@ class Engine:
         finished: list[Output] = []
         for launch in launched:
             with self.runner.clock.waiting():
-                results = launch.pending.wait()
-            for (sequence, epoch), (count, *ids) in zip(launch.members, results, strict=True):
-                if not sequence.ended and sequence.epoch == epoch:
-                    finished += self._commit(sequence, ids[:count], launch.is_round)
+                values = launch.pending.wait()
+            now, result = time.perf_counter(), None
+            going = [not s.ended and s.epoch == epoch for s, epoch in launch.members]
+            ids, lens = values[:, 1:], [0] * len(values)
+            if launch.decided is not None:
+                plain = launch.decided.plan.path == "plain"
+                result = RoundResult.unpack(values, 1 if plain else self.gamma + 1)
+                ids, lens = result.token_ids, result.verify_lens.tolist()
+            counts, ids = values[:, 0].tolist(), ids.tolist()
+            many = zip(launch.members, going, counts, ids, lens, strict=True)
+            for (sequence, _), alive, count, tokens, verify_len in many:
+                if alive:
+                    finished += self._commit(sequence, tokens[:count], verify_len)
+            if result is not None:
+                self.decisions.learn(launch, result, np.array(going, dtype=bool), now)
         return finished
 
-    def _set_speculation(self, speculate: bool) -> None:
-        """Switch between drafting and plain decoding, while nothing runs."""
+    def _set_mode(self, *, speculate: bool, verify: VerifyMode | None) -> None:
+        """How rounds are decided from now on, while nothing runs."""
+        speculate = speculate and self.gamma > 0
+        self.decisions.set_mode(verify, speculate=speculate)
         if speculate != self.runner.steps.speculating:
             self.runner.steps.speculating = speculate
             # blocks computed while plain have no draft context
@@ -312,24 +354,32 @@ class Engine:
         )
         return None
 
-    def _commit(self, sequence: Sequence, tokens: Items[int], is_round: bool) -> list[Output]:
-        """Append a step's tokens, none if it failed."""
+    def _commit(self, sequence: Sequence, tokens: Items[int], verify_len: int) -> list[Output]:
+        """Append a step's tokens, none if it failed.
+
+        Args:
+            sequence: Whose.
+            tokens: What it got.
+            verify_len: Its target tokens in a round; 0 in a prefill.
+        """
         if not tokens:
-            return [self._fail(sequence)]
+            self._retire(sequence)
+            return [not_finite(sequence)]
         kept, end = sequence.commit(tokens, self._eos, self.max_model_len)
         sequence.commits.append((time.perf_counter(), kept))
         self.stats.output_tokens += kept
         if not self.stats.until_first_token:
             self._note_first_token(sequence.commits[-1][0])
-        if is_round:
-            if self.runner.steps.speculating:
-                self._record(sequence, len(tokens), kept)
+        if verify_len:
+            if verify_len > 1:
+                self._record(sequence, len(tokens), kept, verify_len - 1)
             # the last kept token is the next anchor: its KV is not there yet
             self._scheduler.advance(sequence, sequence.num_computed + kept)
         if end is None:
             return []
         self._retire(sequence)
-        return [self._complete(sequence, end)]
+        self.stats.cached_tokens += sequence.num_cached_tokens or 0
+        return [complete(sequence, end, self.tokenizer)]
 
     def _note_first_token(self, now: float) -> None:
         seconds = self.stats.seconds
@@ -341,47 +391,13 @@ class Engine:
         sequence.ended = True
         self._scheduler.retire(sequence)
 
-    def _record(self, sequence: Sequence, committed: int, kept: int) -> None:
-        """Count a draft round, after the cut."""
+    def _record(self, sequence: Sequence, committed: int, kept: int, checked: int) -> None:
+        """Count a round that checked drafts, after the cut."""
         accepted = min(committed - 1, kept)
         # a sequence that ended inside the drafts never output what follows
-        drafted = kept if kept < committed else self.gamma
+        drafted = kept if kept < committed else checked
         sequence.rounds.append(Round(drafted, accepted, kept))
-        stats = self.stats
-        stats.rounds += 1
-        stats.drafted += drafted
-        stats.accepted += accepted
-        stats.committed += kept
-        for k in range(drafted):
-            stats.drafted_at[k] += 1
-            stats.accepted_at[k] += k < accepted
-
-    def _fail(self, sequence: Sequence) -> RequestFailure:
-        self._retire(sequence)
-        return RequestFailure(
-            request=sequence.request,
-            kind="engine",
-            message=(
-                f"the target's logits after {len(sequence.token_ids)} tokens are not finite; "
-                "a wider --dtype may help"
-            ),
-            retryable=False,
-        )
-
-    def _complete(self, sequence: Sequence, end: End) -> Completion:
-        ids = tuple(sequence.token_ids[sequence.num_prompt :])
-        text = self.tokenizer.decode(ids)
-        self.stats.cached_tokens += sequence.num_cached_tokens or 0
-        return Completion(
-            request=sequence.request,
-            token_ids=ids,
-            text=text if end.text_end is None else text[: end.text_end],
-            finish_reason=end.reason,
-            stop_reason=end.stop_reason,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            rounds=tuple(sequence.rounds),
-            timing=Timing(sequence.admitted or 0.0, tuple(sequence.commits)),
-        )
+        self.stats.count_round(drafted, accepted, kept)
 
     def _count(self) -> None:
         scheduler, stats = self._scheduler, self.stats

@@ -1,5 +1,6 @@
 """A model's name -> a local folder: a path, `demo`, or a Hub id."""
 
+import hashlib
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +20,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Weights, configs and tokenizers of the top folder; `original/` and the like are other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 _UNWANTED = ["*/*"]
+_PIECE = 1 << 16
 
 
 def locate(name: str, role: Role) -> Path:
@@ -107,3 +109,21 @@ def _download(name: str) -> Path:
     raise CheckpointError(
         f"{name} is not a local folder, and as a Hugging Face Hub id it {problem}", hint
     )
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Names a checkpoint by its files: small ones whole, weights by size and three pieces.
+
+    Reading all weights would take as long as loading them; pieces tell fine-tunes apart.
+    """
+    total = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.glob("*")):
+        if path.name != "config.json" and path.suffix != ".safetensors":
+            continue
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as stream:
+            for start in sorted({0, max(size // 2, 0), max(size - _PIECE, 0)}):
+                stream.seek(start)
+                total.update(stream.read(_PIECE))
+    return total.hexdigest()

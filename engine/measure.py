@@ -87,7 +87,7 @@ def measure_round(
         for i in range(num_reqs)
     ]
     floor = _timer(engine, lambda: None, _round_products(engine, num_reqs, width))
-    engine.submit(many, speculate=speculate)
+    engine.submit(many, speculate=speculate, verify="all")
     while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
         engine.step()
     begin = time.perf_counter()

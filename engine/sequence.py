@@ -35,6 +35,9 @@ class Sequence:
     epoch: int = 0
     """Preemptions so far: results of steps launched in an earlier epoch are void."""
 
+    generation: int = -1
+    """Which binding of a row to a request this is: counts admissions, so it never repeats."""
+
     ended: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_published: int = 0

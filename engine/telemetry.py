@@ -2,6 +2,102 @@
 
 from dataclasses import dataclass, field
 
+CALIBRATION_BINS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One round of the whole batch, for whoever follows them. Times as time.perf_counter's."""
+
+    number: int
+    path: str
+    """plain, full or compact."""
+
+    requests: int
+    slots: int
+    """Requests after padding."""
+
+    budget: int
+    """Draft tokens verified."""
+
+    tokens: int
+    """Target tokens after padding."""
+
+    predicted: float
+    """Expected tokens; 0 if nothing was predicted."""
+
+    committed: int
+    """Tokens of requests that were not over, before cuts at ends."""
+
+    begin: float
+    """The host began to decide."""
+
+    launched: float
+    """The device had been given everything."""
+
+    end: float
+    """The result was there."""
+
+
+@dataclass(slots=True)
+class ScheduleStats:
+    """What was planned for rounds, and what came of it. Sums over rounds of the whole batch."""
+
+    rounds: dict[str, int] = field(default_factory=lambda: {"plain": 0, "full": 0, "compact": 0})
+    """Rounds by path."""
+
+    eager: int = 0
+    """Rounds that were not replayed from a captured graph; all of them on a CPU."""
+
+    captures: int = 0
+    """Graphs captured."""
+
+    requests: int = 0
+    """Requests in rounds: sums up to request-rounds, plain ones included."""
+
+    budget: int = 0
+    """Draft tokens scheduled for verification."""
+
+    scheduled: int = 0
+    """Target tokens asked for: requests and budget."""
+
+    tokens: int = 0
+    """Target tokens computed: `scheduled`, and the padding up to graph tiers."""
+
+    predicted: float = 0.0
+    """Expected tokens, of requests that were not over, in rounds that predicted any."""
+
+    realised: int = 0
+    """Tokens those committed, before cuts at ends."""
+
+    foreseen_at: list[float] = field(default_factory=lambda: [0.0] * CALIBRATION_BINS)
+    """Survivals of verified drafts, summed by tenth of survival."""
+
+    checked_at: list[int] = field(default_factory=lambda: [0] * CALIBRATION_BINS)
+    """How many those were."""
+
+    accepted_at: list[int] = field(default_factory=lambda: [0] * CALIBRATION_BINS)
+    """How many of them stayed."""
+
+    @property
+    def padding_share(self) -> float:
+        """Of the target tokens computed."""
+        return 1.0 - self.scheduled / self.tokens if self.tokens else 0.0
+
+    @property
+    def mean_budget(self) -> float:
+        """Draft tokens verified per request and round, plain rounds included."""
+        return self.budget / self.requests if self.requests else 0.0
+
+    @property
+    def calibration_error(self) -> float | None:
+        """Expected calibration error of survivals; None before the first verified draft."""
+        count = sum(self.checked_at)
+        if not count:
+            return None
+        both = zip(self.foreseen_at, self.accepted_at, strict=True)
+        return sum(abs(foreseen - accepted) for foreseen, accepted in both) / count
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -17,7 +113,7 @@ class EngineStats:
     """Tokens kept, of finished and running requests."""
 
     rounds: int = 0
-    """Request-rounds with a draft: one per request per draft-verify-accept round."""
+    """Request-rounds with drafts checked: at most one per request per round."""
 
     drafted: int = 0
     """Draft tokens the target checked."""
@@ -48,12 +144,23 @@ class EngineStats:
     waiting: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    schedule: ScheduleStats = field(default_factory=ScheduleStats)
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase: load, warm-up, capture, prefill, draft, verify, wait, host."""
 
     until_first_token: dict[str, float] = field(default_factory=dict)
     """Wall time from the engine's beginning to its first output token: load, warm-up, capture, and
     the rest. Empty before that token."""
+
+    def count_round(self, drafted: int, accepted: int, committed: int) -> None:
+        """Count a request-round that checked `drafted` drafts, after the cut."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.committed += committed
+        for k in range(drafted):
+            self.drafted_at[k] += 1
+            self.accepted_at[k] += k < accepted
 
     @property
     def acceptance_length(self) -> float:

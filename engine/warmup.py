@@ -7,20 +7,21 @@ values mean nothing, the memory and the kernels are those of the run.
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError
 from engine.request import Request, SamplingParams
-from engine.runner.graphs import graph_tiers
 from engine.runner.model_runner import ModelRunner
 from engine.runner.out_of_memory import first_line, is_out_of_memory, release_caches
 from engine.runner.rows import Rows
 from engine.runner.steps import Networks
 from engine.scheduler import Chunk
 from engine.sequence import Sequence
+from engine.spec.plan import Plan
+from engine.spec.tiers import graph_tiers
 
 CUDA_SEQS, CUDA_PREFILL = 256, 8192
 """Requests at once and prompt tokens a step on a CUDA device, unless asked otherwise."""
@@ -301,7 +302,9 @@ class _Warmup:
         self._runner.start(sequences)
         start = torch.zeros(num_reqs, dtype=torch.int64, device=self._runner.rows.device)
         self._runner.rows.place(start + torch.arange(num_reqs, device=start.device), start, start)
-        self._runner.round(sequences).wait()
+        width = self._runner.net.num_speculative_tokens + 1
+        path: Literal["full", "plain"] = "full" if width > 1 else "plain"
+        self._runner.round(sequences, Plan(path, None, num_reqs, num_reqs * width)).wait()
         self._note()
 
     def settled(self) -> int:

@@ -4,9 +4,14 @@ Rejection sampling (Leviathan et al., 2023; Chen et al., 2023): draft k is accep
 
     u * draft_probs(d) < target_probs(d)
 
-At the first rejection the bonus token is drawn from max(target_probs - draft_probs, 0); when every
-checked draft stays, from the target. The output then has exactly the target's distribution, for any
-draft distribution. `engine.kernels.acceptance_triton` is the same without waiting for the GPU.
+At the first rejection the bonus token is drawn from max(target_probs - draft_probs, 0); after all G
+drafts, from the target. The output then has exactly the target's distribution, for any draft
+distribution. `engine.kernels.acceptance_triton` is the same without waiting for the GPU.
+
+A request of n < G+1 rows has n target distributions for n - 1 verified drafts. The token after them
+is decided with draft n as well: it stays under the same test, or the residual is drawn. That is one
+exact draw from the target, and the same token that a longer verification would put there: what a
+round commits with few rows is a prefix of what it commits with many.
 """
 
 from dataclasses import dataclass
@@ -35,6 +40,7 @@ class Drafts:
 
     token_ids: torch.Tensor  # [R, G] int64
     logits: torch.Tensor | None  # [R, G, V] before temperature; None if all are greedy
+    survival: torch.Tensor | None = None  # [R, G] float32, P(this one and all before it stay)
 
 
 def accept(
@@ -53,7 +59,7 @@ def accept(
         target_logits: [T, V]; request r owns rows cu[r] to cu[r+1]: its anchor, then its drafts.
             Rows past the last request are padding.
         cu_seqlens_q: [R+1] int32; at most G+1 rows a request, none for a padding row.
-        drafts: What was drafted; only the first len-1 of a request are checked.
+        drafts: What was drafted; a request of n rows reads its first n.
         params: R rows.
         positions: [R] int64, the anchors' positions.
         sampled: False promises that every request is greedy.
@@ -193,13 +199,14 @@ def accept_sampled_ref(
         ACCEPT,
     )
     draft_ids = drafts.token_ids[rows]
-    accepted = count_accepted(draft_ids, draft_probs, probs, lens, uniforms)
-    weights = bonus_weights(draft_probs, probs, lens, accepted)
-    bonus = draw(weights, params.noise_key, positions + 1 + accepted, BONUS)
+    stay = count_accepted(draft_ids, draft_probs, probs, lens, uniforms)
+    weights = bonus_weights(draft_probs, probs, stay)
+    bonus = draw(weights, params.noise_key, positions + 1 + stay, BONUS)
     token_ids = torch.nn.functional.pad(draft_ids, (0, 1))
-    token_ids = torch.where(column < accepted[:, None], token_ids, -1)
-    token_ids = token_ids.scatter_(1, accepted[:, None], bonus[:, None])
-    return Acceptance(token_ids, accepted + 1, torch.ones_like(accepted, dtype=torch.bool))
+    token_ids = token_ids.scatter_(1, stay[:, None], bonus[:, None])
+    committed = torch.minimum(stay + 1, lens)
+    token_ids = torch.where(column < committed[:, None], token_ids, -1)
+    return Acceptance(token_ids, committed, torch.ones_like(stay, dtype=torch.bool))
 
 
 def count_accepted(
@@ -209,7 +216,7 @@ def count_accepted(
     verify_lens: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Drafts before the first rejection.
+    """Drafts before the first rejection, of those with a target distribution.
 
     Args:
         draft_ids: [R, G] int64.
@@ -219,38 +226,35 @@ def count_accepted(
         uniforms: [R, G] float32 in (0, 1).
 
     Returns:
-        [R] int64 in [0, verify_lens - 1].
+        [R] int64 in [0, min(verify_lens, G)]; verify_lens itself means that the last row's token is
+        the draft, too, and nothing is to be drawn.
     """
     gamma = draft_ids.shape[1]
     p_draft = draft_probs.gather(2, draft_ids[..., None])[..., 0]
     p_target = probs[:, :gamma].gather(2, draft_ids[..., None])[..., 0]
-    checked = torch.arange(gamma, device=draft_ids.device) < verify_lens[:, None] - 1
+    decided = torch.arange(gamma, device=draft_ids.device) < verify_lens[:, None]
     # multiply, never divide: a draft of probability 0 cannot have been drawn
-    ok = (uniforms * p_draft < p_target) & checked
+    ok = (uniforms * p_draft < p_target) & decided
     return ok.long().cumprod(dim=1).sum(dim=1)
 
 
 def bonus_weights(
-    draft_probs: torch.Tensor,
-    probs: torch.Tensor,
-    verify_lens: torch.Tensor,
-    num_accepted: torch.Tensor,
+    draft_probs: torch.Tensor, probs: torch.Tensor, stay: torch.Tensor
 ) -> torch.Tensor:
-    """Unnormalised distribution of the bonus token.
+    """Unnormalised distribution of the token after the drafts that stay.
 
     Args:
         draft_probs: [R, G, V] float32.
         probs: [R, G+1, V] float32.
-        verify_lens: [R] int64.
-        num_accepted: [R] int64.
+        stay: [R] int64, as `count_accepted`.
 
     Returns:
         [R, V] float32 >= 0, not all 0 in a row.
     """
-    at = num_accepted[:, None, None].expand(-1, 1, probs.shape[-1])
+    at = stay[:, None, None].expand(-1, 1, probs.shape[-1])
     target_at = probs.gather(1, at)[:, 0]
     draft_at = torch.nn.functional.pad(draft_probs, (0, 0, 0, 1)).gather(1, at)[:, 0]
     residual = (target_at - draft_at).clamp(min=0.0)
     # a rejection means target < draft somewhere, so > somewhere else; rounding may hide it
-    use = (num_accepted < verify_lens - 1) & (residual.sum(dim=-1) > 0)
+    use = (stay < draft_probs.shape[1]) & (residual.sum(dim=-1) > 0)
     return torch.where(use[:, None], residual, target_at)

@@ -41,7 +41,7 @@ def target_stats(
 def draft_stats(
     logits: torch.Tensor, cu: torch.Tensor, temperature: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Maxima, nothing, and sums [R * G, splits] of the drafts' rows that are checked."""
+    """Maxima, nothing, and sums [R * G, splits] of the drafts' rows that are needed."""
     num_reqs, gamma, vocab_size = logits.shape
     block = block_for(vocab_size)
     split, each = shares(num_reqs * gamma, vocab_size, block)
@@ -166,10 +166,10 @@ def _draft_stats_kernel(
     row = tl.program_id(0)
     req, draft = row // G, row % G
     temperature = tl.load(temperature_ptr + req)
-    num_checked = tl.load(cu_ptr + req + 1) - tl.load(cu_ptr + req) - 1
+    num_decided = tl.load(cu_ptr + req + 1) - tl.load(cu_ptr + req)
     if temperature <= 0:
         return
-    if draft >= num_checked:
+    if draft >= num_decided:
         return
     first = tl.program_id(1) * TILES
     row_ptr = logits_ptr + req.to(tl.int64) * logits_req + draft.to(tl.int64) * logits_draft

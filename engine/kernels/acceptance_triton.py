@@ -92,6 +92,7 @@ def accept_sampled_triton(
         values,
         ids,
         committed,
+        state,
         target_temperature,
         WIDTH=token_ids.shape[1],
         SPLIT=split,
@@ -160,7 +161,8 @@ def _walk_kernel(
     token_ids_ptr,  # [R, G+1] int64, out
     committed_ptr,  # [R] int64, out
     finite_ptr,  # [R] bool, out
-    state_ptr,  # [R, 4] float32, out: max and sum of target and draft at the first rejection
+    state_ptr,  # [R, 4] float32, out: max and sum of the target and of the draft where the round
+    # ends; the draft's sum is 0 if there is no draft, -1 if nothing is to be drawn
     max_ptr,  # [T, SPLIT] float32
     id_ptr,  # [T, SPLIT] int32
     sum_ptr,  # [T, SPLIT] float32
@@ -192,7 +194,7 @@ def _walk_kernel(
     num = tl.load(cu_ptr + req + 1) - begin
     column = tl.arange(0, BLOCK_G)
     live = column < num
-    checked = column < tl.minimum(num - 1, G)
+    decided = column < tl.minimum(num, G)
     row = begin + column
     part, biggest, total = merge(max_ptr, sum_ptr, row, live, SPLIT, BLOCK)
     share = tl.arange(0, BLOCK)
@@ -213,31 +215,33 @@ def _walk_kernel(
                 draft_max_ptr,
                 draft_sum_ptr,
                 req * G + column,
-                checked,
+                decided,
                 DRAFT_SPLIT,
                 DRAFT_BLOCK,
             )
             x_ptr = target_ptr + row * target_stride + draft_id
-            x = tl.load(x_ptr, mask=checked, other=0.0).to(tl.float32) * log2_scale(temperature)
-            p_target = tl.exp2(x - tl.where(checked, biggest, x)) / tl.where(checked, total, 1.0)
+            x = tl.load(x_ptr, mask=decided, other=0.0).to(tl.float32) * log2_scale(temperature)
+            p_target = tl.exp2(x - tl.where(decided, biggest, x)) / tl.where(decided, total, 1.0)
             y_ptr = draft_ptr + req * draft_req + column.to(tl.int64) * draft_draft + draft_id
-            y = tl.load(y_ptr, mask=checked, other=0.0).to(tl.float32)
+            y = tl.load(y_ptr, mask=decided, other=0.0).to(tl.float32)
             y = y * log2_scale(tl.load(draft_temperature_ptr + req))
-            p_draft = tl.exp2(y - tl.where(checked, draft_max, y))
-            p_draft /= tl.where(checked, draft_sum, 1.0)
+            p_draft = tl.exp2(y - tl.where(decided, draft_max, y))
+            p_draft /= tl.where(decided, draft_sum, 1.0)
             zero = tl.zeros([BLOCK_G], tl.int64)
             position = tl.load(positions_ptr + req) + 1 + column
             u = uniform_at(zero + tl.load(keys_ptr + req), position, STREAM, zero)
             # multiply, never divide: a draft of probability 0 cannot have been drawn
             ok = u * p_draft < p_target
-            last = column == tl.min(tl.where(ok & checked, BLOCK_G, column), axis=0)
+            stay = tl.min(tl.where(ok & decided, BLOCK_G, column), axis=0)
+            last = column == stay
             state = state_ptr + req * 4
             tl.store(state, tl.sum(tl.where(last, biggest, 0.0), axis=0))
             tl.store(state + 1, tl.sum(tl.where(last, total, 0.0), axis=0))
-            tl.store(state + 2, tl.sum(tl.where(last & checked, draft_max, 0.0), axis=0))
-            tl.store(state + 3, tl.sum(tl.where(last & checked, draft_sum, 0.0), axis=0))
-    accepted = tl.min(tl.where(ok & checked, BLOCK_G, column), axis=0)
-    committed = tl.where(num > 0, accepted + 1, 0)
+            tl.store(state + 2, tl.sum(tl.where(last & decided, draft_max, 0.0), axis=0))
+            drawn = tl.sum(tl.where(last & decided, draft_sum, 0.0), axis=0)
+            tl.store(state + 3, tl.where(stay < num, drawn, -1.0))
+    accepted = tl.min(tl.where(ok & decided, BLOCK_G, column), axis=0)
+    committed = tl.where(num > 0, tl.minimum(accepted + 1, num), 0)
     if SAMPLED:  # the bonus comes later
         chosen = tl.where(temperature > 0, -1, chosen)
     token = tl.where(column == accepted, chosen, draft_id)
@@ -276,13 +280,16 @@ def _bonus_kernel(
         return
     accepted = committed - 1
     begin = tl.load(cu_ptr + req).to(tl.int64)
-    rejected = accepted < tl.load(cu_ptr + req + 1) - begin - 1
     state = state_ptr + req * 4
+    draft_sum = tl.load(state + 3)
+    if draft_sum < 0:
+        return
+    rejected = draft_sum > 0
     target_max, target_part = tl.load(state), 1.0 / tl.load(state + 1)
     draft_max, draft_part = tl.load(state + 2), 1.0
     scale, draft_scale = log2_scale(temperature), 1.0
     if rejected:
-        draft_part = 1.0 / tl.load(state + 3)
+        draft_part = 1.0 / draft_sum
         draft_scale = log2_scale(tl.load(draft_temperature_ptr + req))
     key, position = tl.load(keys_ptr + req), tl.load(positions_ptr + req) + committed
     target_row = target_ptr + (begin + accepted) * target_stride
@@ -325,6 +332,7 @@ def _commit_kernel(
     values_ptr,  # [R, 2, SPLIT] float32
     ids_ptr,  # [R, 2, SPLIT] int32
     committed_ptr,  # [R] int64
+    state_ptr,  # [R, 4] float32
     temperature_ptr,  # [R] float32
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -335,6 +343,8 @@ def _commit_kernel(
     if tl.load(temperature_ptr + req) <= 0:
         return
     if committed == 0:
+        return
+    if tl.load(state_ptr + req * 4 + 3) < 0:
         return
     at = req * 2 * SPLIT
     best, token = pick(values_ptr + at, ids_ptr + at, SPLIT, BLOCK)

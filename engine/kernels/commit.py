@@ -22,7 +22,8 @@ from engine.kernels.layout import Layout
 class Committed(NamedTuple):
     """What a round leaves."""
 
-    result: torch.Tensor  # [R, 1+W] int64: n, then the tokens, -1 after them
+    result: torch.Tensor  # [R, 2+W (+G)] int64: n, tokens verified, the tokens, -1 after them, and
+    # survivals as the bits they are: all that the host wants to know, in one copy
     slots: torch.Tensor  # [T] int64, PAD_SLOT for rejected drafts and padding
 
 
@@ -34,6 +35,7 @@ def commit(
     at: Layout,
     anchor: torch.Tensor,
     num_computed: torch.Tensor,
+    survival: torch.Tensor | None = None,
 ) -> Committed:
     """Move rows on.
 
@@ -45,6 +47,7 @@ def commit(
         at: Where the members were.
         anchor: [N] int64, changed in place.
         num_computed: [N] int64, changed in place.
+        survival: [R, G] float32 of the drafts, for the result.
     """
     dims = Dims()
     dims.check("token_ids", accepted.token_ids, "R W", torch.int64)
@@ -55,8 +58,10 @@ def commit(
     dims.check("index", index, "R", torch.int64)
     dims.check("anchor", anchor, "N", torch.int64)
     dims.check("num_computed", num_computed, "N", torch.int64)
+    if survival is not None:
+        dims.check("survival", survival, "R G", torch.float32)
     impl = commit_triton if slots.is_cuda else commit_ref
-    return impl(accepted, cu_seqlens_q, slots, index, at, anchor, num_computed)
+    return impl(accepted, cu_seqlens_q, slots, index, at, anchor, num_computed, survival)
 
 
 def commit_ref(
@@ -67,6 +72,7 @@ def commit_ref(
     at: Layout,
     anchor: torch.Tensor,
     num_computed: torch.Tensor,
+    survival: torch.Tensor | None,
 ) -> Committed:
     """`commit` in torch: the definition a kernel is held to."""
     counts = torch.where(accepted.finite & (at.lens > 0), accepted.num_committed, 0)
@@ -77,8 +83,11 @@ def commit_ref(
     request = torch.searchsorted(cu_seqlens_q[1:].long(), token, right=True)
     request = request.clamp(max=len(counts) - 1)
     kept = (token - cu_seqlens_q[request] < counts[request]) & (token < cu_seqlens_q[-1])
+    parts = [counts[:, None], cu_seqlens_q.diff()[:, None].long(), accepted.token_ids]
+    if survival is not None:
+        parts.append(survival.contiguous().view(torch.int32).long())
     return Committed(
-        torch.cat((counts[:, None], accepted.token_ids), dim=1),
+        torch.cat(parts, dim=1),
         torch.where(kept, slots, PAD_SLOT),
     )
 
@@ -91,10 +100,12 @@ def commit_triton(
     at: Layout,
     anchor: torch.Tensor,
     num_computed: torch.Tensor,
+    survival: torch.Tensor | None,
 ) -> Committed:
     """`commit` as one launch: a program per member, and one more for the padding's slots."""
     num_reqs, width = accepted.token_ids.shape
-    result = torch.empty((num_reqs, 1 + width), dtype=torch.int64, device=slots.device)
+    gamma = 0 if survival is None else survival.shape[1]
+    result = torch.empty((num_reqs, 2 + width + gamma), dtype=torch.int64, device=slots.device)
     kept = torch.empty_like(slots)
     _commit_kernel[(num_reqs + 1,)](
         result,
@@ -110,11 +121,13 @@ def commit_triton(
         at.anchors,
         at.starts,
         at.lens,
+        at.lens if survival is None else survival.contiguous(),
         num_reqs,
         len(slots),
         W=width,
+        G=gamma,
         PAD=PAD_SLOT,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=triton.next_power_of_2(max(width, gamma)),
         BLOCK_PAD=256,
         **dependent(slots),
     )
@@ -123,7 +136,7 @@ def commit_triton(
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _commit_kernel(
-    result_ptr,  # [R, 1+W] int64, out
+    result_ptr,  # [R, 2+W+G] int64, out
     kept_ptr,  # [T] int64, out
     anchor_ptr,  # [N] int64, in place
     num_computed_ptr,  # [N] int64, in place
@@ -136,11 +149,13 @@ def _commit_kernel(
     anchors_ptr,  # [R] int64
     starts_ptr,  # [R] int64
     lens_ptr,  # [R] int32
+    survival_ptr,  # [R, G] float32; not read where G is 0
     num_reqs,  # R
     num_tokens,  # T
     W: tl.constexpr,
+    G: tl.constexpr,
     PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # >= W
+    BLOCK: tl.constexpr,  # >= W and G
     BLOCK_PAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -159,8 +174,14 @@ def _commit_kernel(
     count = tl.where(live, tl.load(num_committed_ptr + member), 0)
     lane = tl.arange(0, BLOCK)
     ids = tl.load(token_ids_ptr + member * W + lane, mask=lane < W, other=-1)
-    tl.store(result_ptr + member * (1 + W), count)
-    tl.store(result_ptr + member * (1 + W) + 1 + lane, ids, mask=lane < W)
+    into = result_ptr + member * (2 + W + G)
+    tl.store(into, count)
+    tl.store(into + 1, (end - begin).to(tl.int64))
+    tl.store(into + 2 + lane, ids, mask=lane < W)
+    if G > 0:
+        survival = tl.load(survival_ptr + member * G + lane, mask=lane < G, other=0.0)
+        bits = survival.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(into + 2 + W + lane, bits, mask=lane < G)
     last = tl.sum(tl.where(lane == count - 1, ids, 0), 0)
     last = tl.where(count > 0, last, tl.load(anchors_ptr + member))
     tl.store(anchor_ptr + row, last)

@@ -1,12 +1,12 @@
-"""CUDA graphs of rounds: one for the draft and one for verification, per tier of requests.
+"""CUDA graphs of rounds: the draft by slots for requests, verification by verify tokens as well.
 
-A graph replays fixed addresses: rows, caches, and one index buffer that says which rows are in the
-round. A batch is padded with the spare row up to its tier. Graphs are captured when a tier is first
-needed, after a run with padding only, so that nothing is compiled or allocated while capturing.
+A graph replays fixed addresses: rows, caches, and one buffer that holds the verify budget and says
+which rows are in the round. A batch is padded with the spare row up to its tier. Graphs are
+captured when first needed, after a run with padding only, so that nothing is compiled or allocated
+while capturing.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -16,43 +16,40 @@ import torch
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
 from engine.runner.steps import Steps
+from engine.spec.plan import Path, Plan
 
 T = TypeVar("T")
 
 
-def graph_tiers(most: int) -> list[int]:
-    """Batch sizes to capture, up to `most` requests: steps of 1/8 of the size, at least 1.
-
-    Padding then wastes at most an eighth of a round, and there are about 8 tiers an octave.
-    """
-    tiers, size = [], 1
-    while size < most:
-        tiers.append(size)
-        size += max(1, 1 << max(size.bit_length() - 4, 0))
-    return [*tiers, most]
-
-
-class Kind(NamedTuple):
+class Needs(NamedTuple):
     """What a captured round has to be able to do."""
 
-    tier: int
     speculating: bool
+    """Is draft context kept?"""
+
     sampled: bool
     filtered: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """One kind of round."""
+class DraftGraph:
+    """A captured draft pass, and where it leaves its results."""
 
-    draft: torch.cuda.CUDAGraph | None
-    verify: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph
+    drafts: Drafts
     confidence: torch.Tensor | None  # [R, G] float32
-    result: torch.Tensor  # [R, 1+W] int64
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyGraph:
+    """A captured verification, and where it leaves its result."""
+
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor  # [R, 2 + W (+ G)] int64
 
 
 class Graphs:
-    """Captured rounds by kind."""
+    """Captured rounds."""
 
     def __init__(self, steps: Steps, max_num_seqs: int, pool_bytes: int = 0) -> None:
         """Prepare; nothing is captured yet.
@@ -64,71 +61,88 @@ class Graphs:
         """
         self._pool_bytes = pool_bytes
         self._steps = steps
-        self._tiers = graph_tiers(max_num_seqs)
-        self._index = torch.full(
-            (self._tiers[-1],), steps.rows.spare, dtype=torch.int64, device=steps.rows.device
-        )
-        self._captured: dict[Kind, Captured] = {}
+        spare, device = steps.rows.spare, steps.rows.device
+        self._inputs = torch.full((1 + max_num_seqs,), spare, dtype=torch.int64, device=device)
+        self._drafts: dict[tuple[int, bool], DraftGraph] = {}
+        self._verifies: dict[Needs, dict[tuple[Path, int, int], VerifyGraph]] = {}
         self._pool: Any = None
+        self._loaded: list[int] = []
 
-    def kind(self, num_reqs: int, speculating: bool, sampled: bool, filtered: bool) -> Kind:
-        """The kind of round to use for `num_reqs` requests.
+    @property
+    def count(self) -> int:
+        """Graphs captured so far."""
+        return len(self._drafts) + sum(map(len, self._verifies.values()))
 
-        A captured tier up to twice the batch is preferred to capturing a closer one: at the end of
-        a run the batch shrinks through every tier, and each would be used a few times only.
-        """
-        fit = self._tiers[bisect_left(self._tiers, num_reqs)]
-        for tier in self._tiers[self._tiers.index(fit) :]:
-            kind = Kind(tier, speculating, sampled, filtered)
-            if tier > 2 * num_reqs:
-                break
-            if kind in self._captured:
-                return kind
-        return Kind(fit, speculating, sampled, filtered)
-
-    def __contains__(self, kind: Kind) -> bool:
-        """Is this kind of round captured?"""
-        return kind in self._captured
-
-    def load(self, rows: Items[int], tier: int) -> None:
-        """Say which rows are in the next round."""
-        padded = [*rows, *[self._steps.rows.spare] * (tier - len(rows))]
-        self._index[:tier].copy_(torch.tensor(padded).pin_memory(), non_blocking=True)
-
-    def get(self, kind: Kind) -> Captured:
-        """The round of this kind, captured if need be; the index buffer is left as padding then."""
-        found = self._captured.get(kind)
-        if found is None:
-            found = self._captured[kind] = self._capture(kind)
-        return found
+    def captured(self, needs: Needs) -> Set[tuple[Path, int, int]]:
+        """Rounds that can be replayed: (path, requests, tokens)."""
+        return self._verifies.setdefault(needs, {}).keys()
 
     def clear(self) -> None:
         """Forget all captured rounds, and let go of their memory."""
-        self._captured.clear()
+        self._drafts.clear()
+        self._verifies.clear()
         self._pool, self._pool_bytes = None, 0
 
-    def _capture(self, kind: Kind) -> Captured:
+    def load(self, rows: Items[int], plan: Plan) -> None:
+        """Say which rows are in the round, and how many drafts it verifies."""
+        padding = [self._steps.rows.spare] * (plan.requests - len(rows))
+        values = [plan.budget or 0, *rows, *padding]
+        if values != self._loaded:  # verification most often finds what its draft pass left
+            self._loaded = values
+            there = torch.tensor(values).pin_memory()
+            self._inputs[: len(values)].copy_(there, non_blocking=True)
+
+    def draft(self, plan: Plan, needs: Needs) -> DraftGraph:
+        """The draft pass of a plan, captured if need be; that leaves padding in the buffer."""
+        key = plan.requests, needs.sampled
+        if key not in self._drafts:
+            self._drafts[key] = self._capture_draft(plan, needs)
+        return self._drafts[key]
+
+    def verify(self, plan: Plan, needs: Needs) -> VerifyGraph:
+        """The verification of a plan, captured if need be; that leaves padding in the buffer."""
+        graphs, key = self._verifies.setdefault(needs, {}), (plan.path, plan.requests, plan.tokens)
+        if key not in graphs:
+            graphs[key] = self._capture_verify(plan, needs)
+        return graphs[key]
+
+    def _capture_draft(self, plan: Plan, needs: Needs) -> DraftGraph:
         steps = self._steps
-        self.load([], kind.tier)
-        members = Members(self._index[: kind.tier], ())
-        flags = {"sampled": kind.sampled, "filtered": kind.filtered}
+        self.load([], plan)
+        members = self._members(plan)
+        graph, drafts = self._record(lambda: steps.draft(members, sampled=needs.sampled))
+        return DraftGraph(graph, drafts, steps.last_confidence)
 
-        def draft() -> Drafts | None:
-            return steps.draft(members, sampled=kind.sampled) if kind.speculating else None
+    def _capture_verify(self, plan: Plan, needs: Needs) -> VerifyGraph:
+        steps = self._steps
+        drafts = None if plan.path == "plain" else self.draft(plan, needs).drafts
+        self.load([], plan)
+        members, budget = self._members(plan), self._inputs[:1]
+        compact = plan.path == "compact"
 
+        def verify() -> torch.Tensor:
+            return steps.verify(
+                members,
+                drafts,
+                sampled=needs.sampled,
+                filtered=needs.filtered,
+                budget=budget if compact else None,
+                num_tokens=plan.tokens if compact else None,
+            )
+
+        return VerifyGraph(*self._record(verify))
+
+    def _members(self, plan: Plan) -> Members:
+        return Members(self._inputs[1 : 1 + plan.requests], ())
+
+    def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         # compile and fill caches outside the capture; padding writes the spare row only
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                steps.verify(members, draft(), **flags)
+                body()
         torch.cuda.current_stream().wait_stream(side)
-        first, drafts = self._record(draft) if kind.speculating else (None, None)
-        second, result = self._record(lambda: steps.verify(members, drafts, **flags))
-        confidence = steps.last_confidence if kind.speculating else None
-        return Captured(first, second, confidence, result)
-
-    def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream()
         try:
@@ -136,7 +150,7 @@ class Graphs:
                 if self._pool is None and self._pool_bytes:
                     # taken whole, and given back to the pool at once: tiers captured one after the
                     # other would each add what the last one left too small
-                    torch.empty(self._pool_bytes, dtype=torch.uint8, device=self._index.device)
+                    torch.empty(self._pool_bytes, dtype=torch.uint8, device=self._inputs.device)
                 out = body()
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own behind

@@ -1,20 +1,23 @@
 """Launches steps: host lists in, results on their way back. Holds no policy."""
 
 from collections.abc import Sequence as Items
-from contextlib import nullcontext
+from collections.abc import Set
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
 from engine.runner.clock import Clock
-from engine.runner.graphs import Graphs
+from engine.runner.graphs import Graphs, Needs
 from engine.runner.out_of_memory import release_caches
 from engine.runner.pending import Pending
 from engine.runner.rows import Rows
 from engine.runner.steps import Networks, Prompt, Steps
 from engine.scheduler import Chunk
 from engine.sequence import Sequence
+from engine.spec.plan import Path, Plan
 
 
 class ModelRunner:
@@ -64,23 +67,72 @@ class ModelRunner:
             hidden = self.steps.prefill(members, self._prompt(chunks))
             return Pending(self._place(chunks, hidden))
 
-    def round(self, sequences: Items[Sequence]) -> Pending:
-        """One draft-verify-accept round, or a plain step while not speculating.
+    def captured(self, sequences: Items[Sequence]) -> Set[tuple[Path, int, int]]:
+        """Rounds of these sequences that can be replayed: (path, requests, tokens)."""
+        return set() if self.graphs is None else self.graphs.captured(self._needs(sequences))
+
+    def draft(self, sequences: Items[Sequence], plan: Plan) -> Drafts | None:
+        """Launch the draft pass of a round; nothing for a plain one.
 
         Returns:
-            Per sequence, how many tokens it commits and the tokens, -1 after them; 0 where a logit
-            that decides is not finite.
+            The drafts [slots, G], padding included, where the pass leaves them.
         """
         self._set_blocks(sequences)
-        if self.graphs is not None:
-            return self._replay(sequences, self.graphs)
-        members = Members(self._index(sequences), sequences)
-        drafts = None
-        if self.steps.speculating:
+        if plan.path == "plain":
+            return None
+        if self.graphs is None:
             with self.clock.phase("draft"):
-                drafts = self._draft(members)
+                return self._draft(Members(self._index(sequences), sequences))
+        with self.clock.capturing():
+            captured = self.graphs.draft(plan, self._needs(sequences))
+        self.graphs.load([s.row for s in sequences], plan)
+        with self.clock.phase("draft"):
+            captured.graph.replay()
+        self.steps.last_confidence = captured.confidence
+        return captured.drafts
+
+    def verify(self, sequences: Items[Sequence], plan: Plan, drafts: Drafts | None) -> Pending:
+        """Launch the rest of a round: verify, accept, move the rows on.
+
+        Args:
+            sequences: As given to `draft`.
+            plan: What to verify; its slots as in `draft`.
+            drafts: What `draft` returned.
+
+        Returns:
+            [sequences, 2 + W (+ G)] int64, for `RoundResult.unpack`.
+        """
+        if self.graphs is None:
+            members, budget = Members(self._index(sequences), sequences), None
+            if plan.budget is not None:
+                budget = self.rows.upload(torch.tensor([plan.budget]))
+            with self.clock.phase("verify"):
+                needs = self._needs(sequences)
+                return Pending(
+                    self.steps.verify(
+                        members,
+                        drafts,
+                        sampled=needs.sampled,
+                        filtered=needs.filtered,
+                        budget=budget,
+                        num_tokens=plan.tokens,
+                    )
+                )
+        with self.clock.capturing():
+            captured = self.graphs.verify(plan, self._needs(sequences))
+        self.graphs.load([s.row for s in sequences], plan)
         with self.clock.phase("verify"):
-            return Pending(self.steps.verify(members, drafts, **_needs(sequences)))
+            captured.graph.replay()
+        return Pending(captured.result[: len(sequences)])
+
+    def round(self, sequences: Items[Sequence], plan: Plan) -> Pending:
+        """A whole round whose plan does not wait for its drafts: `draft`, then `verify`."""
+        return self.verify(sequences, plan, self.draft(sequences, plan))
+
+    def survival(self, drafts: Drafts, count: int) -> NDArray[np.float64]:
+        """[count, G] of a draft pass, once it is there: waits for the device."""
+        assert drafts.survival is not None
+        return Pending(drafts.survival[:count]).wait().astype(np.float64)
 
     def release(self) -> None:
         """Give back all memory that is not needed to go on: captured rounds, and what torch keeps.
@@ -95,21 +147,10 @@ class ModelRunner:
         release_caches(self.rows.device)
 
     def _draft(self, members: Members) -> Drafts:
-        return self.steps.draft(members, sampled=_needs(members.sequences)["sampled"])
+        return self.steps.draft(members, sampled=self._needs(members.sequences).sampled)
 
-    def _replay(self, sequences: Items[Sequence], graphs: Graphs) -> Pending:
-        """The same round from captured graphs."""
-        kind = graphs.kind(len(sequences), self.steps.speculating, **_needs(sequences))
-        with nullcontext() if kind in graphs else self.clock.capturing():
-            round_ = graphs.get(kind)
-        graphs.load([s.row for s in sequences], kind.tier)
-        if round_.draft is not None:
-            with self.clock.phase("draft"):
-                round_.draft.replay()
-            self.steps.last_confidence = round_.confidence
-        with self.clock.phase("verify"):
-            round_.verify.replay()
-        return Pending(round_.result[: len(sequences)])
+    def _needs(self, sequences: Items[Sequence]) -> Needs:
+        return Needs(self.steps.speculating, **_sampling_needs(sequences))
 
     def _prompt(self, chunks: Items[Chunk]) -> Prompt:
         upload = self.rows.upload
@@ -143,7 +184,7 @@ class ModelRunner:
         index = self._index(starters)
         lengths = upload(torch.tensor([s.num_prompt for s in starters]))
         self.first_logits, result = self.steps.first_tokens(
-            index, hidden[last], lengths, **_needs(starters)
+            index, hidden[last], lengths, **_sampling_needs(starters)
         )
         self.rows.place(index, lengths, result[:, 1])
         return result
@@ -155,7 +196,7 @@ class ModelRunner:
         return self.rows.upload(torch.tensor([s.row for s in sequences]))
 
 
-def _needs(sequences: Items[Sequence]) -> dict[str, bool]:
+def _sampling_needs(sequences: Items[Sequence]) -> dict[str, bool]:
     """What sampling of a batch has to be able to do: `sampled` at all, and `filtered`."""
     hot = [s.request.params for s in sequences if s.request.params.temperature > 0]
     return {

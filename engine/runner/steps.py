@@ -9,18 +9,19 @@ from typing import NamedTuple
 
 import torch
 
-from engine.kernels.acceptance import Acceptance, Drafts, accept
+from engine.kernels.acceptance import Drafts, accept
 from engine.kernels.commit import commit
 from engine.kernels.markov import scatter_logits
-from engine.kernels.noise import ACCEPT, uniform
 from engine.kernels.sampling import sample
 from engine.kernels.slot_mapping import slot_mapping
 from engine.kernels.step_inputs import step_inputs
+from engine.kernels.verify_plan import survival_of, verify_lens
 from engine.kv.cache import PagedKV
 from engine.models.decoder import Decoder
 from engine.models.drafter import Drafter
 from engine.runner.batch import Members, attention_batch
 from engine.runner.rows import Rows
+from engine.runner.synthetic import synthesize, synthetic_survival
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Steps:
 
         self.synthetic_acceptance: float | None = None
         """Tokens a round commits on average whatever the target says: for benchmarks only."""
+
+        gamma = networks.num_speculative_tokens
+        self.temperatures = torch.ones(gamma, dtype=torch.float32, device=rows.device)
+        self.shifts = torch.zeros_like(self.temperatures)
+        """[G] both, what confidence logits go through by position: from calibration."""
 
         self.last_confidence: torch.Tensor | None = None
         """[R, G] float32 confidence logits of the last draft; None without a head."""
@@ -134,42 +140,56 @@ class Steps:
         hidden = draft.forward(inputs.token_ids, inputs.positions, slots, batch, kv)
         hidden = hidden.view(num_reqs, width, -1)[:, first:]
         chain = draft.chain(hidden, at.anchors, params, at.starts, sampled=sampled)
-        self.last_confidence = draft.confidence(hidden, chain)
+        confidence = self.last_confidence = draft.confidence(hidden, chain)
+        survival = None
+        if confidence is not None:
+            survival = survival_of(confidence, self.temperatures, self.shifts)
+        if self.synthetic_acceptance is not None:
+            survival = synthetic_survival(self.synthetic_acceptance, at.starts, gamma)
         logits = chain.logits
         if logits is not None:
             vocab = self.net.target.spec.vocab_size
             logits = scatter_logits(logits, draft.draft_to_target, vocab)
-        return Drafts(chain.token_ids, logits)
+        return Drafts(chain.token_ids, logits, survival)
 
     def verify(
-        self, members: Members, drafts: Drafts | None, *, sampled: bool, filtered: bool
+        self,
+        members: Members,
+        drafts: Drafts | None,
+        *,
+        sampled: bool,
+        filtered: bool,
+        budget: torch.Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> torch.Tensor:
         """Check drafts, or decode one token without any, and move the rows on.
 
         Args:
             members: R requests.
-            drafts: All of them are checked; None decodes plainly.
+            drafts: What was drafted; None decodes plainly.
             sampled: Is any temperature > 0?
             filtered: Has any of those top-k, top-p or min-p?
+            budget: [1] int64, drafts to check in the whole batch; None checks all.
+            num_tokens: T >= requests + budget; with a budget only.
 
         Returns:
-            [R, 1+W] int64: how many tokens a request commits, in [1, W], then the tokens, -1 after
-            them; 0 where a logit that decides is not finite.
+            [R, 2 + W (+ G)] int64, for `RoundResult.unpack`.
         """
         num_reqs = len(members.index)
         if drafts is None:
             drafts = Drafts(members.index.new_empty((num_reqs, 0)), self._no_logits(num_reqs))
         width = drafts.token_ids.shape[1] + 1
         at, params = self.rows.layout(members.index, width)
-        inputs = step_inputs(at.anchors, drafts.token_ids, at.starts, at.lens, num_reqs * width)
+        lens, seq_lens = at.lens, at.seq_lens
+        if budget is None or num_tokens is None:
+            num_tokens = num_reqs * width
+        else:
+            assert drafts.survival is not None
+            lens, seq_lens = verify_lens(drafts.survival, at.starts, at.lens > 0, budget)
+        inputs = step_inputs(at.anchors, drafts.token_ids, at.starts, lens, num_tokens)
         cu = inputs.cu_seqlens_q
         batch = attention_batch(
-            members,
-            at.block_table,
-            cu,
-            at.seq_lens,
-            width,
-            self.net.target_kv.kv_block_size,
+            members, at.block_table, cu, seq_lens, width, self.net.target_kv.kv_block_size
         )
         slots = self._slots(at.block_table, inputs.positions, cu)
         hidden, taps = self.net.target.forward(
@@ -177,12 +197,21 @@ class Steps:
         )
         logits = self.net.target.logits(hidden)
         accepted = accept(logits, cu, drafts, params, at.starts, sampled=sampled, filtered=filtered)
-        if self.synthetic_acceptance is not None:
+        if self.synthetic_acceptance is not None and width > 1:
             accepted = synthesize(
-                accepted, drafts.token_ids, self.synthetic_acceptance, params.noise_key, at.starts
+                accepted, drafts, lens, self.synthetic_acceptance, params.noise_key, at.starts
             )
         rows = self.rows
-        done = commit(accepted, cu, slots, members.index, at, rows.anchor, rows.num_computed)
+        done = commit(
+            accepted,
+            cu,
+            slots,
+            members.index,
+            at,
+            rows.anchor,
+            rows.num_computed,
+            drafts.survival,
+        )
         self._store_context(taps, inputs.positions, done.slots)
         return done.result
 
@@ -206,32 +235,3 @@ class Steps:
     def _no_logits(self, num_reqs: int) -> torch.Tensor:
         vocab = self.net.target.spec.vocab_size
         return torch.empty((num_reqs, 0, vocab), device=self.rows.device)
-
-
-def synthesize(
-    real: Acceptance,
-    draft_ids: torch.Tensor,
-    mean: float,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
-) -> Acceptance:
-    """Pretend that `mean` tokens a round are committed: drafts, then the real bonus token.
-
-    Random weights accept nothing, so the speed of a round with acceptance has to be made up.
-
-    Args:
-        real: What was decided; its bonus token is kept.
-        draft_ids: [R, G] int64.
-        mean: Committed tokens a round on average, in [1, G+1].
-        keys: [R] int64, noise keys.
-        positions: [R] int64, the anchors' positions.
-    """
-    low = int(mean)
-    more = uniform(keys, positions, ACCEPT, 1) < mean - low
-    count = (low + more.long()).clamp(max=draft_ids.shape[1] + 1)
-    at = (real.num_committed - 1).clamp(min=0)[:, None]
-    bonus = real.token_ids.gather(1, at).clamp(min=0)
-    column = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
-    ids = torch.nn.functional.pad(draft_ids, (0, 1))
-    ids = torch.where(column == count[:, None] - 1, bonus, ids)
-    return Acceptance(torch.where(column < count[:, None], ids, -1), count, real.finite)

@@ -106,6 +106,12 @@ class FakeEngine:
         if any(not 0 <= t < 257 for t in request.prompt_token_ids):
             raise RequestError("schema", "not in the vocabulary", "fix the ids")
 
+    def follow(self, on_round: Any) -> None:
+        pass
+
+    def prepare(self, max_num_seqs: int | None = None) -> float | None:
+        return None
+
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RequestFailure]:
         source = iter(requests)
         running: list[tuple[Request, int]] = []

@@ -6,7 +6,15 @@ import pytest
 
 from engine import Engine, EngineConfig, Request, SamplingParams
 from tests.helpers.checkpoints import write_draft, write_target
-from tests.helpers.engines import complete, make_engine, outputs, prompts, requests, teach
+from tests.helpers.engines import (
+    complete,
+    make_engine,
+    outputs,
+    prompts,
+    randomise,
+    requests,
+    teach,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +39,54 @@ def test_sampled_rows_are_the_cpus_and_independent_of_the_batch(tmp_path: Path) 
     for seqs in (1, 8):
         engine = make_engine(target, draft, device="cuda", dtype="float32", max_num_seqs=seqs)
         assert outputs(engine, many) == want
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_any_plan_gives_the_cpus_tokens(tmp_path: Path, eager: bool) -> None:
+    """Ragged rounds in graphs of any tier, replayed with another geometry every time."""
+    target = write_target(tmp_path / "t", "Qwen3ForCausalLM")
+    draft = write_draft(tmp_path / "d")
+    want = outputs(make_engine(target), requests(prompts(12)))
+    engine = make_engine(
+        target, draft, device="cuda", dtype="float32", max_num_seqs=6, enforce_eager=eager
+    )
+    for seed in range(3):
+        randomise(engine, seed)
+        assert outputs(engine, requests(prompts(12))) == want
+    done = engine.stats.schedule
+    assert min(done.rounds.values()) > 5
+    assert done.captures == 0 if eager else done.captures > 10
+    assert (done.eager > 0) == eager
+
+
+@pytest.mark.parametrize("mode", ["lagged", "sync"])
+def test_scheduled_rounds_give_plain_output(mode: str) -> None:
+    """The demo pair in float32 with measured costs, at several batch sizes."""
+    config = EngineConfig(
+        model="demo", draft="demo", device="cuda", dtype="float32", max_num_seqs=32
+    )
+    engine = Engine(config)
+    many = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(plain_tokens(i % 16)),
+            params=SamplingParams(max_tokens=60),
+        )
+        for i in range(40)
+    ]
+    want = {c.request.request_id: c.token_ids for c in engine.run(many, speculate=False)}
+    for width in (1, 8, 32):
+        ran = engine.run(many[: 2 * width], verify=mode, max_num_seqs=width)
+        got = {c.request.request_id: c.token_ids for c in ran}
+        assert got == {i: want[i] for i in got}
+    for seed in range(2):
+        randomise(engine, seed)
+        got = {c.request.request_id: c.token_ids for c in engine.run(many, verify=mode)}
+        assert got == want
+    table = engine.decisions.table
+    assert table is not None
+    assert table.max_requests == 32
+    print(table.to_json(), engine.stats.schedule)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -416,7 +416,7 @@ def teach_late(engine: Engine, answers: dict[str, tuple[int, ...]], hit_rate: fl
             for k, token in zip(range(ids.shape[1]), rest, strict=False):
                 if rng.random() < hit_rate:
                     ids[r, k] = token
-        return Drafts(ids, drafts.logits)
+        return replace(drafts, token_ids=ids)
 
     engine.runner._draft = draft  # type: ignore[method-assign]
 

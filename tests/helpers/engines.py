@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from engine import Completion, Engine, EngineConfig, Request, SamplingParams
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
+from engine.spec.plan import Plan
+from engine.spec.planner import Batch
 
 
 def make_engine(model: Path, draft: Path | None = None, **settings: Any) -> Engine:
@@ -21,6 +24,8 @@ def make_engine(model: Path, draft: Path | None = None, **settings: Any) -> Engi
         "kv_block_size": 4,
         "max_model_len": 256,
         "threads": 1,
+        # what a test counts is not to depend on how long rounds take
+        "verify": "all" if draft else None,
     }
     config = {**defaults, **settings}
     return Engine(EngineConfig(model=str(model), draft=str(draft) if draft else None, **config))
@@ -75,9 +80,33 @@ def teach(
             for k in range(ids.shape[1]):
                 if k < len(rest) and rng.random() < hit_rate:
                     ids[r, k] = rest[k]
-        return Drafts(ids, drafts.logits)
+        return replace(drafts, token_ids=ids)
 
     engine.runner._draft = draft  # type: ignore[method-assign]
+
+
+def randomise(engine: Engine, seed: int) -> None:
+    """Any plan at all, in place of good ones."""
+    rng, planner = random.Random(seed), engine.decisions.planner
+
+    def plan(batch: Batch, _captured: object) -> Plan:
+        planner.round += 1
+        num, tiers = len(batch.rows), planner._tiers
+        slots = num if tiers is None else tiers.fit(num)
+        path = rng.choice(["plain", "full", "compact", "compact", "compact"])
+        if path == "plain":
+            return Plan("plain", None, slots, slots)
+        if path == "full":
+            return Plan("full", None, slots, slots * (engine.gamma + 1))
+        if tiers is not None:
+            tokens = rng.choice(tiers.tokens(slots))
+            return Plan("compact", rng.randint(0, tokens - num), slots, tokens)
+        budget = rng.choice([0, 1, num, rng.randint(0, num * engine.gamma), num * engine.gamma])
+        budget = min(budget, num * engine.gamma)
+        padding = rng.choice([0, 0, 3])
+        return Plan("compact", budget, num, num + budget + padding)
+
+    planner.plan = plan  # type: ignore[method-assign]
 
 
 def record_drafts(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor | None]]:

@@ -79,6 +79,12 @@ class TimedEngine:
     def validate(self, request: Request) -> None:
         pass
 
+    def follow(self, on_round: Any) -> None:
+        pass
+
+    def prepare(self, max_num_seqs: int | None = None) -> float | None:
+        return None
+
     def answer(self, request: Request) -> list[int]:
         """3 to 14 letters by the prompt, then EOS; cut at max_tokens."""
         size = 3 + sum(request.prompt_token_ids) % 12

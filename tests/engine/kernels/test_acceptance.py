@@ -22,7 +22,7 @@ def exact_output(draft: torch.Tensor, target: torch.Tensor, verify_len: int) -> 
     """[G+1, V] P(token at k, at least k+1 committed), by enumeration.
 
     Every ratio is a multiple of 1/8, so 8 midpoints integrate the uniforms exactly; the bonus
-    token's distribution enters as a whole.
+    token's distribution enters as a whole. A count of verify_len leaves no bonus to draw.
     """
     gamma, vocab = draft.shape
     cells = 8
@@ -34,12 +34,13 @@ def exact_output(draft: torch.Tensor, target: torch.Tensor, verify_len: int) -> 
         weight = float(torch.prod(draft[torch.arange(gamma), list(ids)])) / n
         q, p = draft.expand(n, -1, -1), target.expand(n, -1, -1)
         count = count_accepted(torch.tensor(ids).expand(n, -1), q, p, lens, u)
-        bonus = bonus_weights(q, p, lens, count).double()
+        bonus = bonus_weights(q, p, count).double()
         bonus /= bonus.sum(dim=1, keepdim=True)
         for k in range(gamma + 1):
             if k < gamma:
                 mass[k, ids[k]] += weight * int((count > k).sum())
-            mass[k] += weight * bonus[count == k].sum(dim=0)
+            if k < verify_len:
+                mass[k] += weight * bonus[count == k].sum(dim=0)
     return mass
 
 
@@ -128,3 +129,30 @@ def test_a_draft_outside_the_kept_tokens_is_rejected() -> None:
         torch.tensor([0]),
     )
     assert out.token_ids.tolist() == [[1, -1]]
+
+
+def test_fewer_rows_commit_a_prefix_of_what_more_rows_would() -> None:
+    """So a verify budget moves the end of a round, never a token that is in it."""
+    torch.manual_seed(3)
+    vocab, gamma, num = 6, 4, 60
+    logits = torch.randn(num, gamma + 1, vocab)
+    draft_logits = logits[:, :gamma] + 0.7 * torch.randn(num, gamma, vocab)
+    noise = -torch.rand(num, gamma, vocab).log().neg().log()
+    params = rows([0.0, 0.8, 1.0] * (num // 3))
+    heat = params.temperature.clamp(min=1e-3)[:, None, None]
+    drafts = Drafts((draft_logits / heat + noise).argmax(dim=-1), draft_logits)
+    positions = torch.arange(num) * 5
+
+    def commit(verify_len: int) -> list[list[int]]:
+        cu = torch.arange(num + 1, dtype=torch.int32) * verify_len
+        part = logits[:, :verify_len].reshape(-1, vocab)
+        out = accept(part, cu, drafts, params, positions)
+        return [
+            ids[:n]
+            for ids, n in zip(out.token_ids.tolist(), out.num_committed.tolist(), strict=True)
+        ]
+
+    whole = commit(gamma + 1)
+    assert {len(ids) for ids in whole} == set(range(1, gamma + 2))
+    for verify_len in range(1, gamma + 1):
+        assert commit(verify_len) == [ids[:verify_len] for ids in whole]

@@ -7,6 +7,7 @@ from engine.kernels.acceptance import Acceptance
 from engine.kernels.commit import Committed, commit, commit_ref, commit_triton
 from engine.kernels.contract import PAD_SLOT
 from engine.kernels.layout import Layout, gather_layout, gather_layout_ref, gather_layout_triton
+from engine.runner.pending import RoundResult
 from tests.helpers.triton import KERNEL_DEVICE, needs_triton
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -79,8 +80,9 @@ def test_commit(lens: list[int], width: int, padding: int) -> None:
     args = scene(lens, width, padding)
     states = [torch.arange(82, device=KERNEL_DEVICE).view(2, 41) for _ in range(2)]
     states[0][:, 40] = states[1][:, 40] = 5  # whatever padding writes there, nobody reads it
-    got = commit_triton(*args, *states[0])  # type: ignore[arg-type]
-    want = commit_ref(*args, *states[1])  # type: ignore[arg-type]
+    survival = torch.rand(len(lens), width - 1, device=KERNEL_DEVICE) if width > 1 else None
+    got = commit_triton(*args, *states[0], survival)  # type: ignore[arg-type]
+    want = commit_ref(*args, *states[1], survival)  # type: ignore[arg-type]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert torch.equal(states[0][:, :40], states[1][:, :40])
@@ -99,6 +101,7 @@ def test_a_round_by_hand() -> None:
         *(torch.zeros(0, dtype=torch.int32) for _ in range(4)),
     )
     anchor, computed = torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    survival = torch.tensor([[1.0, 1e-40], [0.0, 0.3], [0.1, 0.1], [0.5, 0.25]])
     out = commit(
         accepted,
         torch.tensor([0, 3, 4, 7, 7], dtype=torch.int32),
@@ -107,9 +110,20 @@ def test_a_round_by_hand() -> None:
         at,
         anchor,
         computed,
+        survival,
     )
     assert isinstance(out, Committed)
-    assert out.result.tolist() == [[2, 7, 8, -1], [1, 9, -1, -1], [0, 1, 2, 3], [0, -1, -1, -1]]
+    assert out.result[:, :5].tolist() == [
+        [2, 3, 7, 8, -1],
+        [1, 1, 9, -1, -1],
+        [0, 3, 1, 2, 3],
+        [0, 0, -1, -1, -1],
+    ]
+    result = RoundResult.unpack(out.result.numpy(), 3)
+    assert result.survival is not None
+    assert torch.equal(torch.from_numpy(result.survival).float(), survival)
+    assert result.committed.tolist() == [2, 1, 0, 0]
+    assert result.verify_lens.tolist() == [3, 1, 3, 0]
     assert out.slots.tolist() == [100, 101, -1, 103, -1, -1, -1, -1, -1]
     assert anchor.tolist()[:3] == [9, 10, 8]
     assert computed.tolist()[:3] == [7, 7, 7]

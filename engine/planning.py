@@ -1,0 +1,261 @@
+"""Where rounds are decided: the planner, what it knows of the batch, and what is counted of it.
+
+`Decisions.decide` and, for `sync`, `Decisions.revise` are the only places a plan comes from. What
+follows of a plan (slots, padding, verify_lens, which graph) is the same wherever it is carried out.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.config import EngineConfig, VerifyMode
+from engine.errors import ConfigError
+from engine.kernels.acceptance import Drafts
+from engine.kv.blocks import BlockPool
+from engine.profiling import CostMeter
+from engine.runner.model_runner import ModelRunner
+from engine.runner.pending import Launched, RoundResult
+from engine.sequence import Sequence
+from engine.spec.calibration import Calibration
+from engine.spec.cost_table import CostTable
+from engine.spec.planner import Batch, Decided, Outcome, Planner
+from engine.spec.tiers import Tiers
+from engine.telemetry import CALIBRATION_BINS, RoundRecord, ScheduleStats
+
+OnResult = Callable[[Items[Sequence], RoundResult, NDArray[np.bool_]], None]
+
+_PAIR = ("target", "draft", "num_speculative_tokens")
+
+
+class Decisions:
+    """Plans of one engine's rounds.
+
+    Args:
+        config: The settings.
+        runner: Whose rounds.
+        pool: Its KV blocks.
+        fingerprint: Of the pair and the device, for cost tables.
+        stats: Counts what is planned.
+        max_model_len: Of a request.
+
+    Raises:
+        ConfigError: A file does not fit, or the drafter has nothing to go by.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        pool: BlockPool,
+        fingerprint: dict[str, str],
+        stats: ScheduleStats,
+        max_model_len: int,
+    ) -> None:
+        draft, gamma = runner.net.draft, runner.net.num_speculative_tokens
+        self._runner, self._stats, self._gamma = runner, stats, gamma
+        self._default: VerifyMode = config.verify or "lagged"
+        self._has_survival = config.synthetic_acceptance is not None or (
+            draft is not None and draft.spec.has_confidence
+        )
+        self.pair_fingerprint = {n: fingerprint[n] for n in _PAIR}
+        """What confidences depend on; the device has no part in it."""
+
+        self.on_result: OnResult | None = None
+        """Told what rounds brought: (members, result, which of them go on)."""
+
+        self.on_round: Callable[[RoundRecord], None] | None = None
+        """Told of every round once its result is there."""
+
+        if config.calibration is not None:
+            calibration = Calibration.read(config.calibration)
+            calibration.check(self.pair_fingerprint, gamma)
+            runner.steps.temperatures.copy_(torch.tensor(calibration.temperatures))
+            runner.steps.shifts.copy_(torch.tensor(calibration.shifts))
+        self._meter = CostMeter(
+            runner, pool, fingerprint, max_model_len, has_survival=self._has_survival
+        )
+        table = None
+        if config.cost_table is not None:
+            table = CostTable.read(config.cost_table)
+            table.check(fingerprint)
+        self._measured = table is None
+        self.planner = Planner(
+            self._check(self._default) if gamma else "all",
+            gamma,
+            runner.rows.spare,
+            table,
+            None if runner.graphs is None else Tiers(runner.rows.spare, gamma),
+            fill=config.fill_tiers,
+            per_request=self._has_survival,
+        )
+
+    @property
+    def has_confidence(self) -> bool:
+        """Does each request have survivals of its own?"""
+        return self._has_survival
+
+    def profile(
+        self,
+        on_progress: Callable[[str, int, int], None],
+        *,
+        sizes: Items[int],
+        widths: Items[int] | None,
+        repeats: int | None,
+    ) -> CostTable:
+        """Measure a cost table for a file; nothing may run.
+
+        Args:
+            on_progress: Called with ("measure rounds", passes done, of how many).
+            sizes: Batch sizes, rising.
+            widths: Verify tokens per request; None: a few.
+            repeats: Passes; None: a few.
+        """
+        return self._meter.measure(
+            sizes[-1], on_progress, sizes=sizes, widths=widths, repeats=repeats
+        )
+
+    @property
+    def table(self) -> CostTable | None:
+        """What rounds cost; None if nobody asked yet."""
+        return self.planner.table
+
+    def _check(self, verify: VerifyMode) -> VerifyMode:
+        if verify == "sync" and not self._has_survival:
+            raise ConfigError(
+                "--verify sync needs a drafter with a confidence head; this one has none",
+                "use --verify lagged or all",
+            )
+        return verify
+
+    def set_mode(self, verify: VerifyMode | None, *, speculate: bool) -> None:
+        """How the next run's rounds are decided; None: as configured."""
+        self.planner.plain_only = not (speculate and self._gamma)
+        self.planner.mode = self._check(verify or self._default) if self._gamma else "all"
+
+    def prepare(self, most: int, on_progress: Callable[[str, int, int], None]) -> float | None:
+        """Measure what rounds of up to `most` requests cost, where nobody did; nothing may run.
+
+        Args:
+            most: Requests at once.
+            on_progress: Called with ("measure rounds", done, of how many).
+
+        Returns:
+            Seconds it took; None if nothing was to be measured.
+        """
+        planner = self.planner
+        if planner.plain_only or planner.mode == "all" or not self._measured:
+            return None
+        if planner.table is not None and planner.table.max_requests >= most:
+            return None
+        begin = time.perf_counter()
+        planner.table = self._meter.measure(most, on_progress)
+        spent = time.perf_counter() - begin
+        seconds = self._runner.clock.seconds
+        seconds["warm-up"] = seconds.get("warm-up", 0.0) + spent
+        return spent
+
+    def decide(self, batch: Items[Sequence]) -> Decided:
+        """What the next round does."""
+        who = Batch(
+            np.array([s.row for s in batch]),
+            np.array([s.generation for s in batch]),
+            sum(len(s.token_ids) for s in batch),
+        )
+        plan = self.planner.plan(who, self._runner.captured(batch))
+        return Decided(plan, self.planner.round, who, self.planner.predicted)
+
+    def revise(self, decided: Decided, drafts: Drafts | None) -> Decided:
+        """`sync`: how much the round verifies, once its drafts are there; waits for them."""
+        if drafts is None or self.planner.mode != "sync":
+            return decided
+        with self._runner.clock.waiting():
+            survival = self._runner.survival(drafts, decided.num_reqs)
+        plan = self.planner.replan(decided.plan, survival, decided.batch.kv_tokens)
+        return replace(decided, plan=plan, predicted=self.planner.predicted)
+
+    def count(self, decided: Decided) -> None:
+        """Count a plan that is carried out."""
+        stats, budget = self._stats, decided.budget(self._gamma)
+        stats.rounds[decided.plan.path] += 1
+        stats.requests += decided.num_reqs
+        stats.budget += budget
+        stats.scheduled += decided.num_reqs + budget
+        stats.tokens += decided.plan.tokens
+        graphs = self._runner.graphs
+        stats.eager += graphs is None
+        stats.captures = 0 if graphs is None else graphs.count
+
+    def learn(
+        self, launch: Launched, result: RoundResult, going: NDArray[np.bool_], now: float
+    ) -> None:
+        """Take in what a round brought, once its tokens are committed.
+
+        Args:
+            launch: The round.
+            result: Its result.
+            going: [R] False for requests that were over before the round.
+            now: Clock time of its result.
+        """
+        decided, members = launch.decided, [s for s, _ in launch.members]
+        assert decided is not None
+        if decided.predicted:
+            self._stats.predicted += decided.predicted * float(going.mean())
+            self._stats.realised += int(result.committed[going].sum())
+        # drafts past a request's end are about text that nobody asked for
+        ended = np.array([s.ended for s in members], dtype=bool)
+        whole = going & ~ended
+        committed = np.where(whole, result.committed, 0)
+        self.planner.observe(
+            decided.round,
+            Outcome(
+                decided.batch.rows,
+                decided.batch.generations,
+                result.verify_lens,
+                committed,
+                result.survival if decided.plan.path != "plain" else None,
+            ),
+        )
+        if result.survival is not None:
+            self._calibrate(result, committed)
+        if self.on_result is not None:
+            self.on_result(members, result, whole)
+        if self.on_round is not None:
+            self.on_round(
+                RoundRecord(
+                    number=decided.round,
+                    path=decided.plan.path,
+                    requests=decided.num_reqs,
+                    slots=decided.plan.requests,
+                    budget=decided.budget(self._gamma),
+                    tokens=decided.plan.tokens,
+                    predicted=decided.predicted,
+                    committed=int(result.committed[going].sum()),
+                    begin=launch.begin,
+                    launched=launch.launched,
+                    end=now,
+                )
+            )
+
+    def _calibrate(self, result: RoundResult, committed: NDArray[np.int64]) -> None:
+        """Survivals of verified drafts against what stayed, by tenth."""
+        assert result.survival is not None
+        column = np.arange(self._gamma)
+        looked = (column < result.verify_lens[:, None] - 1) & (committed[:, None] > 0)
+        stayed = column < committed[:, None] - 1
+        survival = result.survival[looked]
+        bins = np.minimum((survival * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+        stats, size = self._stats, CALIBRATION_BINS
+        for name, weights in (
+            ("foreseen_at", survival),
+            ("checked_at", np.ones_like(bins)),
+            ("accepted_at", stayed[looked].astype(int)),
+        ):
+            sums = np.bincount(bins, weights, size)
+            kind = float if name == "foreseen_at" else int
+            before = getattr(stats, name)
+            setattr(stats, name, [kind(b + s) for b, s in zip(before, sums, strict=True)])
