@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import CapacityError, Completion, Engine, SamplingParams
+from engine import CapacityError, Completion, Engine, EngineConfig, SamplingParams
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
 from engine.runner.out_of_memory import is_out_of_memory
@@ -225,3 +225,44 @@ def test_which_errors_mean_it() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: unspecified launch failure"))
     assert not is_out_of_memory(ValueError("out of memory"))
     assert not is_out_of_memory(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_a_gpu_that_really_is_full(params: SamplingParams) -> None:
+    """The allocator may take a little more than it holds: less and less of it each time."""
+    many = requests([[n % 900 + 8 for n in range(i, i + 150)] for i in range(24)], params)
+
+    def make_demo() -> Engine:
+        return Engine(
+            EngineConfig(
+                model="demo",
+                draft="demo",
+                device="cuda",
+                dtype="float32",
+                max_num_seqs=24,
+                max_model_len=256,
+                kv_cache_memory_bytes=256 << 20,
+            )
+        )
+
+    want = outputs(make_demo(), many)
+    total, shortages, completed = torch.cuda.mem_get_info()[1], 0, 0
+    for spare in (512, 192, 96, 48, 24, 12, 6, 2):
+        engine = make_demo()
+        engine.runner.release()
+        allowed = torch.cuda.memory_reserved() + (spare << 20)
+        torch.cuda.set_per_process_memory_fraction(allowed / total)
+        try:
+            assert outputs(engine, many) == want
+            completed += 1
+        except CapacityError as error:
+            print(f"{spare} MiB: {error}")
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        stats = engine.stats
+        print(f"{spare} MiB: {stats.out_of_memory} shortages, {stats.max_num_seqs} at once")
+        shortages += stats.out_of_memory
+        del engine
+    assert completed > 0
+    assert shortages > 0
