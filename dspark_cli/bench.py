@@ -15,6 +15,7 @@ from dspark_cli.bench_settings import ThroughputOptions
 from dspark_cli.loading import load
 from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
+from dspark_cli.progress import shortage
 from dspark_cli.sampling import effective
 from dspark_cli.startup import Startup, process_started
 from engine.config import EngineConfig
@@ -124,20 +125,27 @@ class ThroughputRun:
 
         plan = self._plan()
         points = measure(engine, prompts.requests, plan, timeline, self._told)
+        self._tell_first_token()
         result = Result(
             points=tuple(points),
             crossover=crossover(points),
             settings=settings,
             windows=timeline.totals(),
         )
-        return replace(result, warnings=(*prompts.notes, *self._warnings(result)))
+        warnings = [*prompts.notes, *self._warnings(result)]
+        if (text := shortage(engine.stats)) is not None:
+            warnings.append(f"{text}, but speeds do: larger batches were not what they say")
+        return replace(result, warnings=tuple(warnings))
 
     def _told(self, text: str) -> None:
-        """What measuring says; before the first of it, how long the first token took."""
+        """What measuring says; before it, once, how long the first token took."""
+        self._tell_first_token()
+        self.say(text)
+
+    def _tell_first_token(self) -> None:
         if self.startup is not None and (line := self.startup.line()) is not None:
             self.say(line)
             self.startup = None
-        self.say(text)
 
     def _plan(self) -> "Plan":
         from evals.throughput import Plan

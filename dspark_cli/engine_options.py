@@ -141,7 +141,10 @@ MaxNumBatchedTokens = Annotated[
 GpuMemoryUtilization = Annotated[
     float,
     option(
-        MEMORY, "Share of device memory for weights and KV.", parser=real(0.0, 1.0), metavar="P"
+        MEMORY,
+        "Share of device memory to use; what weights and the largest steps leave is KV's.",
+        parser=real(0.0, 1.0),
+        metavar="P",
     ),
 ]
 KvCacheMemory = Annotated[

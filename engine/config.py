@@ -54,7 +54,8 @@ class EngineConfig:
     """Prompt plus output tokens of one request; None: the checkpoint's, or what KV memory holds."""
 
     gpu_memory_utilization: float = 0.90
-    """Share of device memory (on cpu: of free memory, at most 4 GiB) for weights and KV."""
+    """Share of device memory for weights, steps and KV: what the largest steps leave is KV's. On
+    cpu: share of free memory for KV, at most 4 GiB."""
 
     kv_cache_memory_bytes: int | None = None
     """KV memory for target and draft together; overrides the share above."""

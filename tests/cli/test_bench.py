@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,26 @@ def test_random_prompts_and_forced_lengths_say_what_they_are(call: Call) -> None
     assert "text after the end is forced" in done.err
     settings = json.loads(Path("r.json").read_text())["settings"]
     assert (settings["max_tokens"], settings["ignore_eos"]) == (6, True)
+
+
+def test_the_first_token_and_shortages_are_told(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Speeds of 8 at once, of which 2 ran, are not those of 8 at once."""
+
+    def load(*args: Any) -> TimedEngine:
+        engine = TimedEngine(*args, real_time=True)
+        stats = engine.stats
+        stats.out_of_memory, stats.max_num_seqs, stats.max_num_batched_tokens = 3, 2, 512
+        stats.until_first_token = {"load": 1.0, "warm-up": 0.5, "capture": 0.25, "rest": 0.25}
+        return engine
+
+    monkeypatch.setattr(backend, "load_engine", load)
+    done = call(*pair("--data", prompts(tmp_path), "--max-num-seqs", "1"))
+    assert done.err.count("dspark: first token ") == 1
+    assert "loading 1.0, warm-up and capture 0.8, prompt to token 0.2" in done.err
+    assert "going on with at most 2 requests at once" in done.err
+    assert "larger batches were not what they say" in done.err
 
 
 def test_without_a_drafter_plain_alone_is_measured(call: Call, tmp_path: Path) -> None:

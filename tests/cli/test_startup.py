@@ -11,6 +11,7 @@ import pytest
 from dspark_cli.progress import Counts, LoadProgress, Progress
 from dspark_cli.startup import Startup, process_started
 from engine.telemetry import EngineStats
+from tests.cli.test_progress import Terminal
 
 SPENT = {"load": 14.0, "warm-up": 3.0, "capture": 2.25, "rest": 0.75}
 
@@ -89,3 +90,14 @@ def test_generate_says_it(tmp_path: Path) -> None:
     total, *parts = map(float, found.groups())
     assert 0 < total <= wall + 0.1
     assert abs(total - sum(parts)) < 0.21  # each is rounded
+
+
+def test_on_a_terminal_it_goes_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    stats = EngineStats(until_first_token=SPENT)
+    with Progress(Counts(total=4), stats, startup=Startup(stats, process_started())):
+        time.sleep(0.6)
+    lines = terminal.getvalue().replace("\r", "\n").splitlines()
+    (line,) = [line for line in lines if "first token" in line]
+    assert line.startswith("dspark: first token ")
