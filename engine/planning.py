@@ -19,6 +19,7 @@ from engine.kernels.acceptance import Drafts
 from engine.kv.blocks import BlockPool
 from engine.profiling import CostMeter
 from engine.runner.model_runner import ModelRunner
+from engine.runner.out_of_memory import is_out_of_memory
 from engine.runner.pending import Launched, RoundResult
 from engine.sequence import Sequence
 from engine.spec.calibration import Calibration
@@ -84,6 +85,7 @@ class Decisions:
             table = CostTable.read(config.cost_table)
             table.check(fingerprint)
         self._measured = table is None
+        self._most_measurable = runner.rows.spare
         self.planner = Planner(
             self._check(self._default) if gamma else "all",
             gamma,
@@ -150,14 +152,27 @@ class Decisions:
         planner = self.planner
         if planner.plain_only or planner.mode == "all" or not self._measured:
             return None
-        if planner.table is not None and planner.table.max_requests >= most:
+        most = min(most, self._most_measurable)
+        if most == 0 or (planner.table is not None and planner.table.max_requests >= most):
             return None
         begin = time.perf_counter()
-        planner.table = self._meter.measure(most, on_progress)
+        self._measure(most, on_progress)
         spent = time.perf_counter() - begin
         seconds = self._runner.clock.seconds
         seconds["warm-up"] = seconds.get("warm-up", 0.0) + spent
         return spent
+
+    def _measure(self, most: int, on_progress: Callable[[str, int, int], None]) -> None:
+        """Fill the table as far as memory goes; the run has its own way with what does not fit."""
+        while most:
+            try:
+                self.planner.table = self._meter.measure(most, on_progress)
+                return
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            self._runner.release()
+            most = self._most_measurable = most // 2
 
     def decide(self, batch: Items[Sequence]) -> Decided:
         """What the next round does."""

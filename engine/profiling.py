@@ -265,10 +265,12 @@ class CostMeter:
         """Measured rounds are not the run's: its clock does not count them."""
         seconds = self._runner.clock.seconds
         before = dict(seconds)
-        with torch.inference_mode():
-            yield
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        self._runner.clock.settle()
-        seconds.clear()
-        seconds.update(before)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            if self._on_gpu:
+                torch.cuda.synchronize()
+            self._runner.clock.settle()
+            seconds.clear()
+            seconds.update(before)

@@ -39,6 +39,7 @@ def generate(
         monkeypatch.setattr(backend, "load_engine", load_engine)
         capsys.readouterr()
         args = ["generate", str(tmp_path / "in.jsonl"), "-o", str(out), "--model", "demo"]
+        args += ["--verify", "all"]  # rounds of the run only: none to measure what they cost
         with pytest.raises(SystemExit) as info:
             run([*args, "--device", "cpu", "--threads", "1", "--ignore-eos"])
         return int(info.value.code or 0), capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_generate_says_it(tmp_path: Path) -> None:
     wall = time.perf_counter() - begin
     found = re.search(
         r"first token ([\d.]+) s after the start: imports and checks ([\d.]+), loading ([\d.]+), "
-        r"warm-up and capture 0.0, prompt to token ([\d.]+)\n",
+        r"warm-up and capture ([\d.]+), prompt to token ([\d.]+)\n",
         done.stderr,
     )
     assert found is not None, done.stderr

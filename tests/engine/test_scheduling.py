@@ -275,3 +275,24 @@ def test_files_of_another_pair_are_refused(pair: tuple[Path, Path], tmp_path: Pa
         make_engine(*pair, verify="lagged", cost_table=file)
     with pytest.raises(ConfigError, match="unused"):
         make_engine(*pair, cost_table=file)
+
+
+def test_measuring_what_rounds_cost_stops_where_memory_does(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # sizes above 3 do not fit: the run used to end in the measurement's error
+    engine = make_engine(*pair, verify="lagged", max_num_seqs=8)
+    real, free = engine.runner.verify, engine.decisions._meter._pool.num_free
+
+    def verify(batch: Any, *rest: Any) -> Any:
+        if len(batch) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\n")
+        return real(batch, *rest)
+
+    monkeypatch.setattr(engine.runner, "verify", verify)
+    assert engine.prepare(8) is not None
+    table = engine.decisions.table
+    assert table is not None
+    assert table.max_requests == 2
+    assert engine.prepare(8) is None  # known: not tried again
+    assert engine.decisions._meter._pool.num_free == free
