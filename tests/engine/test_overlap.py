@@ -8,7 +8,6 @@ import pytest
 
 from engine import Engine, SamplingParams
 from engine.runner.pending import Pending
-from engine.sequence import Sequence
 from engine.text import Tokenizer
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.engines import complete, make_engine, prompts, requests
@@ -20,16 +19,16 @@ def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
     numbers: dict[int, int] = {}
     kept: list[Pending] = []
     latest = [0]
-    real_round, real_wait, real_decode = engine.runner.round, Pending.wait, Tokenizer.decode
+    real_round, real_wait, real_decode = engine.runner.verify, Pending.wait, Tokenizer.decode
 
-    def round_(sequences: Items[Sequence]) -> Pending:
-        pending = real_round(sequences)
+    def round_(*args: Any) -> Pending:
+        pending = real_round(*args)
         kept.append(pending)
         numbers[id(pending)] = len(kept)
         events.append(("launch", len(kept)))
         return pending
 
-    def wait(self: Pending) -> list[list[int]]:
+    def wait(self: Pending) -> Any:
         latest[0] = numbers.get(id(self), latest[0])
         events.append(("take", latest[0]))
         return real_wait(self)
@@ -38,7 +37,7 @@ def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
         events.append(("text", latest[0]))
         return real_decode(self, ids)
 
-    engine.runner.round = round_  # type: ignore[method-assign]
+    engine.runner.verify = round_  # type: ignore[method-assign]
     monkeypatch.setattr(Pending, "wait", wait)
     monkeypatch.setattr(Tokenizer, "decode", decode)
     return events

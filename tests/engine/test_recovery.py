@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ class Trouble:
             "first_tokens": (runner.steps, "first_tokens"),
             "draft": (runner.steps, "draft"),
             "verify": (runner.steps, "verify"),
-            "capture": (runner.graphs, "_capture"),
-            "results": (runner, "round"),
+            "capture": (runner.graphs, "_record"),
+            "results": (runner, "verify"),
         }[place]
         real: Callable[..., Any] = getattr(owner, name)
 
@@ -87,7 +88,7 @@ def teach_rows(engine: Engine, answers: dict[str, tuple[int, ...]], hit_rate: fl
             for k, token in zip(range(ids.shape[1]), rest, strict=False):
                 if rng.random() < hit_rate:
                     ids[r, k] = token
-        return Drafts(ids, drafts.logits)
+        return replace(drafts, token_ids=ids)
 
     steps.draft = draft  # type: ignore[method-assign]
 

@@ -21,6 +21,7 @@ from tests.helpers.engines import (
     requests,
     teach,
 )
+from tests.helpers.host_graphs import use_host_graphs
 
 GAMMA = 4
 
@@ -84,6 +85,38 @@ def test_rule_1_any_plan(
     assert engine.stats.schedule.padding_share > 0
     if name == "preemption":
         assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rule_1_any_plan_from_graphs(
+    pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], late: bool
+) -> None:
+    """Replays of every tier, each with another geometry than the last time."""
+    engine = make_engine(*pair, max_num_seqs=6)
+    graphs = use_host_graphs(engine)
+    if late:
+        engine.runner.overlapped = True
+        engine._scheduler.lookahead *= 2
+    for width in (6, 5, 3, 1):
+        randomise(engine, width)
+        ran = engine.run(requests(prompts(12)), max_num_seqs=width)
+        assert {c.request.request_id: c.token_ids for c in ran} == plain
+    assert graphs.count > 20
+    assert engine.stats.schedule.eager == 0
+    assert engine.stats.schedule.padding_share > 0
+
+
+@pytest.mark.parametrize("mode", ["lagged", "sync"])
+def test_rule_1_planned_rounds_from_graphs(
+    pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], mode: str
+) -> None:
+    for fill in (True, False):
+        engine = make_engine(*pair, max_num_seqs=6, fill_tiers=fill)
+        graphs = use_host_graphs(engine)
+        schedule(engine, mode, cost_table(0.4))
+        assert outputs(engine, requests(prompts(12))) == plain
+        assert 2 <= graphs.count < 30
+        assert engine.stats.schedule.rounds["compact"] > 0
 
 
 @pytest.mark.parametrize("mode", ["lagged", "sync"])

@@ -11,11 +11,12 @@ import torch
 
 from engine import CapacityError, Engine, EngineConfig, SamplingParams
 from engine.kv.cache import PagedKV
-from engine.runner.graphs import graph_tiers
 from engine.runner.model_runner import ModelRunner
 from engine.runner.steps import Networks
 from engine.scheduler import Chunk
 from engine.sequence import Sequence
+from engine.spec.plan import Plan
+from engine.spec.tiers import graph_tiers
 from engine.warmup import MemoryUse, Sizes, shrink_to_fit, warm_up
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.engines import make_engine, outputs, prompts, requests
@@ -88,14 +89,14 @@ def test_the_largest_steps_run_and_are_accounted_for(
         ledger.take(40)
         return real_prefill(self, chunks)
 
-    def round_(self: ModelRunner, sequences: Items[Sequence]) -> Any:
+    def round_(self: ModelRunner, sequences: Items[Sequence], plan: Plan) -> Any:
         hot = sequences[0].request.params.temperature > 0
         ledger.events.append(f"round of {len(sequences)}{' sampled' if hot else ''}")
         new = (len(sequences), hot) not in captured
         captured.add((len(sequences), hot))
         ledger.driver += 3 * new  # what the driver takes for a graph
         ledger.take(60 if hot else 20, kept=(30 if hot else 20) * (new and len(sequences) > 1))
-        return real_round(self, sequences)
+        return real_round(self, sequences, plan)
 
     monkeypatch.setattr(ModelRunner, "prefill", prefill)
     monkeypatch.setattr(ModelRunner, "round", round_)

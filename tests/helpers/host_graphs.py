@@ -9,8 +9,10 @@ import torch
 from engine import Engine
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
-from engine.runner.graphs import Captured, Graphs, Kind
+from engine.runner.graphs import Graphs
 from engine.runner.rows import Rows
+from engine.spec.plan import Plan
+from engine.spec.tiers import Tiers
 
 
 class _Present:
@@ -33,45 +35,43 @@ class _Present:
 class _Replay:
     """Runs a body, and copies what it gives to where the first run's result lies."""
 
-    def __init__(self, body: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, body: Callable[[], Any]) -> None:
         self._body = body
         self.out = body()
 
     def replay(self) -> None:
-        self.out.copy_(self._body())
+        new = self._body()
+        for old, value in zip(_tensors(self.out), _tensors(new), strict=True):
+            old.copy_(value)
+
+
+def _tensors(x: torch.Tensor | Drafts) -> list[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        return [x]
+    return [t for t in (x.token_ids, x.logits, x.survival) if t is not None]
 
 
 class HostGraphs(Graphs):
-    """Graphs whose replays run eagerly; index buffer, padding, tiers and results are theirs."""
+    """Graphs whose replays run eagerly; input buffer, padding, tiers and results are theirs."""
 
-    captures = 0
+    def load(self, rows: Any, plan: Plan) -> None:
+        padding = [self._steps.rows.spare] * (plan.requests - len(rows))
+        values = [plan.budget or 0, *rows, *padding]
+        self._inputs[: len(values)] = torch.tensor(values)
 
-    def load(self, rows: Any, tier: int) -> None:
-        padded = [*rows, *[self._steps.rows.spare] * (tier - len(rows))]
-        self._index[:tier] = torch.tensor(padded)
+    def _members(self, plan: Plan) -> Members:
+        index = self._inputs[1 : 1 + plan.requests]
+        present: Any = _Present(self._steps.rows, index)
+        return Members(index, present)
 
-    def _capture(self, kind: Kind) -> Captured:
-        steps, self.captures = self._steps, self.captures + 1
-        self.load([], kind.tier)
-        index = self._index[: kind.tier]
-        members = Members(index, _Present(steps.rows, index))  # type: ignore[arg-type]
-        latest: list[Drafts] = []
-
-        def draft() -> torch.Tensor:
-            latest[:] = [steps.draft(members, sampled=kind.sampled)]
-            return latest[0].token_ids
-
-        def verify() -> torch.Tensor:
-            drafts = latest[0] if kind.speculating else None
-            return steps.verify(members, drafts, sampled=kind.sampled, filtered=kind.filtered)
-
-        first: Any = _Replay(draft) if kind.speculating else None
-        second: Any = _Replay(verify)
-        return Captured(first, second, steps.last_confidence, second.out)
+    def _record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
+        replay = _Replay(body)
+        return replay, replay.out
 
 
 def use_host_graphs(engine: Engine) -> HostGraphs:
-    """Let a CPU engine replay."""
+    """Let a CPU engine replay; call it before the engine's first run."""
     graphs = HostGraphs(engine.runner.steps, engine.runner.rows.spare)
     engine.runner.graphs = graphs
+    engine.decisions.planner.set_tiers(Tiers(engine.runner.rows.spare, engine.gamma))
     return graphs
