@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
 
 from engine import Engine, EngineConfig, Request, SamplingParams
+from engine.runner.pending import RoundResult
+from engine.spec.plan import Plan
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.engines import prompts
 from tests.helpers.host_graphs import use_host_graphs
@@ -27,15 +29,20 @@ LONGEST = 400
 """Tokens after which rows start over."""
 
 
+Kind = Literal["bare", "plain", "few", "full"]
+"""A plain step without and with draft context, and rounds that verify few or all drafts."""
+
+
 class Turn(NamedTuple):
     """A round to make."""
 
     count: int
-    speculating: bool
+    kind: Kind
     hot: bool
 
 
-TURNS = [Turn(*t) for t in itertools.product(range(1, LARGEST + 1), (True, False), (False, True))]
+KINDS: tuple[Kind, ...] = ("bare", "plain", "few", "full")
+TURNS = [Turn(*t) for t in itertools.product((1, 3, 6, LARGEST), KINDS, (False, True))]
 
 
 def every_ordered_pair(items: Items[Turn]) -> Iterator[Turn]:
@@ -89,22 +96,43 @@ class Driver:
         assert len(self.sequences) == len(self._many)
 
     @torch.inference_mode()
-    def turn(self, rows: Items[int], speculating: bool) -> list[list[int]]:
-        """A round of those rows; per row how many tokens, and the tokens."""
+    def turn(self, rows: Items[int], kind: Kind, slots: int) -> list[list[int]]:
+        """A round of those rows in so many slots; per row its committed tokens."""
         engine = self.engine
-        engine.runner.steps.speculating = speculating
+        engine.runner.steps.speculating = kind != "bare"
         batch = [self.sequences[row] for row in rows]
         for sequence in batch:
             engine._scheduler._extend(sequence)
-        results = engine.runner.round(batch).wait()
-        for sequence, (count, *ids) in zip(batch, results, strict=True):
-            assert count >= 1
-            assert engine._commit(sequence, ids[:count], is_round=True) == []
-        return results
+        plan = plan_of(kind, len(rows), slots, engine.gamma)
+        values = engine.runner.round(batch, plan).wait()
+        width = 1 if plan.path == "plain" else engine.gamma + 1
+        result = RoundResult.unpack(values, width)
+        lens = result.verify_lens.tolist()
+        assert sum(lens) == len(rows) + {
+            "few": len(rows) // 2,
+            "full": len(rows) * engine.gamma,
+        }.get(kind, 0)
+        committed = []
+        for sequence, count, ids, verify_len in zip(
+            batch, result.committed.tolist(), result.token_ids.tolist(), lens, strict=True
+        ):
+            assert 1 <= count <= verify_len
+            assert engine._commit(sequence, ids[:count], verify_len) == []
+            committed.append(ids[:count])
+        return committed
 
     @property
     def longest(self) -> int:
         return max(len(s.token_ids) for s in self.sequences.values())
+
+
+def plan_of(kind: Kind, num: int, slots: int, gamma: int) -> Plan:
+    """In `slots` slots; a compact round's tokens are padded to two a slot."""
+    if kind == "full":
+        return Plan("full", None, slots, slots * (gamma + 1))
+    if kind == "few":
+        return Plan("compact", num // 2, slots, 2 * slots)
+    return Plan("plain", None, slots, slots)
 
 
 def rows_for(turn: Turn, rng: random.Random) -> list[int]:
@@ -122,23 +150,29 @@ def replay_every_pair(captured: Driver, eager: Driver, tiers: list[int]) -> None
     graphs = captured.engine.runner.graphs
     assert graphs is not None
     assert eager.engine.runner.graphs is None
-    graphs._tiers = tiers
     rng = random.Random(0)
     # rising sizes first: each finds its own tier uncaptured, and no larger one to use instead
     turns = [*sorted(TURNS), *every_ordered_pair(TURNS)]
     for i, turn in enumerate(turns):
         rows = rows_for(turn, rng)
-        got = captured.turn(rows, turn.speculating)
-        want = eager.turn(rows, turn.speculating)
+        slots = next(tier for tier in tiers if tier >= len(rows))
+        got = captured.turn(rows, turn.kind, slots)
+        want = eager.turn(rows, turn.kind, len(rows))
         assert got == want, f"{turn} after {turns[i - 1]}, turn {i}, rows {rows}"
         if captured.longest > LONGEST:
             captured.start()
             eager.start()
-    kinds = {(kind.tier, kind.speculating, kind.sampled) for kind in graphs._captured}
-    assert kinds == set(itertools.product(tiers, (True, False), (True, False)))
+    used = {next(tier for tier in tiers if tier >= turn.count) for turn in TURNS}
+    kinds = {
+        (needs.speculating, needs.sampled, path, requests)
+        for needs, graphs_of in graphs._verifies.items()
+        for path, requests, _ in graphs_of
+    }
+    # bare and plain steps, few and all drafts; greedy and sampled
+    assert len(kinds) == 4 * 2 * len(used)
 
 
-TIERS = {"exact": list(range(1, LARGEST + 1)), "padded": [1, 2, 5, 8]}
+TIERS = {"exact": [1, 3, 6, 8], "padded": [2, 5, 7, 10]}
 
 
 def engine_of(target: str, draft: str, device: str, *, eager: bool) -> Engine:
@@ -154,6 +188,7 @@ def engine_of(target: str, draft: str, device: str, *, eager: bool) -> Engine:
             kv_cache_memory_bytes=64 << 20,
             enable_prefix_caching=False,
             enforce_eager=eager,
+            verify="all",
             threads=1,
         )
     )
