@@ -7,6 +7,8 @@ from typing import Literal
 from engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
+ShardedLoop = Literal["auto", "on", "off"]
+AllReduce = Literal["auto", "nccl"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 VerifyMode = Literal["all", "lagged", "sync"]
 
@@ -73,7 +75,17 @@ class EngineConfig:
     """On cuda: launch every kernel of a round instead of replaying captured graphs."""
 
     threads: int | None = None
-    """CPU threads; None: the cores this process may use."""
+    """CPU threads of a rank; None: the cores this process may use, shared by its ranks."""
+
+    tensor_parallel_size: int | None = None
+    """Processes that share the model, a CUDA device each; None: what torchrun has started, or 1."""
+
+    sharded_loop: ShardedLoop = "auto"
+    """Does each rank draft for its own requests only? auto: from the batch size at which that is
+    faster, measured at start-up."""
+
+    all_reduce: AllReduce = "auto"
+    """On cuda with several ranks: the fastest way for each size, measured at start-up; or NCCL."""
 
     def __post_init__(self) -> None:
         """Reject what cannot run."""
@@ -90,6 +102,7 @@ class EngineConfig:
             "max_model_len",
             "kv_cache_memory_bytes",
             "threads",
+            "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

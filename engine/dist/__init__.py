@@ -1,0 +1,1 @@
+"""Several ranks: who they are, what they exchange, and how they start and end together."""

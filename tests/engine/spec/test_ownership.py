@@ -1,0 +1,62 @@
+"""Which request and which row goes to which rank."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.spec.ownership import Ownership
+
+CPU = torch.device("cpu")
+
+
+def ownership(num_reqs: int, rank: int, size: int) -> Ownership:
+    return Ownership(num_reqs, rank, size, CPU)
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_every_request_has_one_owner_and_comes_back_in_place(num_reqs: int, size: int) -> None:
+    deals = [ownership(num_reqs, rank, size) for rank in range(size)]
+    assert all(torch.equal(d.order, deals[0].order) for d in deals), "a pure function of R and N"
+    assert len(deals[0].order) == size * deals[0].capacity
+    assert deals[0].capacity == -(-num_reqs // size)
+    owned = torch.stack([d.mine for d in deals])
+    assert torch.equal(owned.flatten(), deals[0].order)
+    for rank, mine in enumerate(owned.tolist()):
+        real = list(range(rank, num_reqs, size))
+        assert mine == real + [0] * (len(mine) - len(real)), "room left over: request 0"
+    assert deals[0].in_batch_order(owned).tolist() == list(range(num_reqs))
+
+
+@given(st.data())
+def test_ragged_rows_go_to_their_requests_owner(data: st.DataObject) -> None:
+    size, most = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    live = data.draw(st.lists(st.integers(1, most), min_size=1, max_size=12))
+    lens = live + [0] * data.draw(st.integers(0, 3))
+    tokens = max(sum(lens), len(lens)) + data.draw(st.integers(0, 6))
+    # what a planner keeps to: every request has room for its anchor, and drafts for the rest
+    tokens = max(tokens, len(lens) + sum(n - 1 for n in live))
+    cu = torch.tensor([0, *lens]).cumsum(0).int()
+    for rank in range(size):
+        deal = ownership(len(lens), rank, size)
+        rows = deal.rows(cu, tokens, most)
+        room = deal.room(tokens, most)
+        assert rows.token.shape == (size * room,)
+        assert room <= tokens
+        local = rows.token.view(size, room)[rank].tolist()
+        bounds = list(pairwise(rows.cu_seqlens.tolist()))
+        assert len(bounds) == deal.capacity
+        for slot, (begin, end) in enumerate(bounds):
+            request = rank + slot * size
+            want = range(*cu[request : request + 2].tolist()) if request < len(lens) else ()
+            assert local[begin:end] == list(want)
+        assert set(local[bounds[-1][1] :]) <= {0}, "room left over reads row 0"
+
+
+def test_room_follows_the_tokens_not_the_longest_request() -> None:
+    deal = ownership(256, 0, 2)
+    assert deal.room(256 * 8, 8) == 128 * 8
+    assert deal.room(256, 8) == 128, "nothing but anchors"
+    assert deal.room(256 + 100, 8) == 228
+    assert ownership(1, 1, 4).room(8, 8) == 8, "fewer requests than ranks"
