@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from evals.throughput_report import Result
 
 COMMANDS = {
+    "collectives": (
+        "dspark_cli.bench_collectives:bench_collectives",
+        "What several processes exchange.",
+    ),
     "kernels": (
         "dspark_cli.bench_kernels:bench_kernels",
         "Each op against what the device can do.",

@@ -12,6 +12,7 @@ from dspark_cli.options import MEASURE, REPORT, Debug, option
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts, whole
 from dspark_cli.progress import LoadProgress
+from dspark_cli.sampling_options import Temperature
 from dspark_cli.startup import Startup, process_started
 from engine.config import EngineConfig
 
@@ -46,6 +47,7 @@ class RoundOptions(EngineOptions):
     requests: Requests = "1,8,16,32,64,128,256"
     prompt_tokens: PromptTokens = 128
     rounds: Rounds = 60
+    temperature: Temperature = 0.0
     synthetic_acceptance: SyntheticAcceptance = None
     max_num_seqs: int | None = field(default=None, init=False)
     max_model_len: int | None = field(default=None, init=False)
@@ -88,6 +90,7 @@ def bench_round(**values: Any) -> None:
                     speculate=kind,
                     prompt_tokens=given.prompt_tokens,
                     rounds=given.rounds,
+                    temperature=given.temperature,
                 )
             )
             if len(measured) == 1:
@@ -96,6 +99,9 @@ def bench_round(**values: Any) -> None:
         **describe(engine),
         "synthetic_acceptance": given.synthetic_acceptance,
         "eager": given.enforce_eager,
+        "temperature": given.temperature,
+        "ranks": engine.runner.net.ranks.name,
+        "sharded from": engine.runner.steps.sharded_from,
     }
     sys.stdout.write(_HEADER + "".join(_row(m) for m in measured))
     sys.stdout.write(", ".join(f"{k} {v}" for k, v in about.items() if v) + "\n")

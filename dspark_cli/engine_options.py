@@ -36,6 +36,21 @@ class VerifyName(StrEnum):
     sync = "sync"
 
 
+class ShardedLoopName(StrEnum):
+    """When drafting is shared out."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+class AllReduceName(StrEnum):
+    """How the processes of -tp sum up."""
+
+    auto = "auto"
+    nccl = "nccl"
+
+
 _MODEL = option(
     MODEL,
     "Target: a checkpoint folder, a Hub id, or demo (its drafters: demo, demo-rnn).",
@@ -169,7 +184,39 @@ PrefixCaching = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    option(MEMORY, "CPU threads. Default: the cores at hand.", parser=whole(1), metavar="N"),
+    option(
+        MEMORY,
+        "CPU threads of a process. Default: the cores at hand.",
+        parser=whole(1),
+        metavar="N",
+    ),
+]
+TensorParallelSize = Annotated[
+    int | None,
+    option(
+        MEMORY,
+        "Processes that share the model, a CUDA device each. Default: 1, or torchrun's.",
+        "--tensor-parallel-size",
+        "-tp",
+        parser=whole(1),
+        metavar="N",
+    ),
+]
+ShardedLoop = Annotated[
+    ShardedLoopName,
+    option(
+        SPECULATION,
+        "With -tp: draft on each process for its own rows only. auto: from the batch size at which "
+        "that is faster, measured at start-up.",
+    ),
+]
+AllReduce = Annotated[
+    AllReduceName,
+    option(
+        MEMORY,
+        "With -tp on cuda: sum through NCCL alone, or by the way that is fastest for each size, "
+        "measured at start-up.",
+    ),
 ]
 EnforceEager = Annotated[
     bool,
@@ -216,6 +263,9 @@ class EngineOptions:
     enable_prefix_caching: PrefixCaching = EngineConfig.enable_prefix_caching
     enforce_eager: EnforceEager = EngineConfig.enforce_eager
     threads: Threads = None
+    tensor_parallel_size: TensorParallelSize = None
+    sharded_loop: ShardedLoop = ShardedLoopName.auto
+    all_reduce: AllReduce = AllReduceName.auto
 
     @property
     def is_shape(self) -> bool:

@@ -93,9 +93,7 @@ def profile(**values: Any) -> None:
         engine = backend.load_engine(config, progress)
         sizes = given.sizes(engine.config.device == "cuda")
         widths = [int(part) for part in given.widths.split(",")]
-        table = engine.decisions.profile(
-            progress, sizes=sizes, widths=widths, repeats=given.repeats
-        )
+        table = engine.profile(sizes, widths, given.repeats)
     finally:
         progress.close()
     found = table.to_json()

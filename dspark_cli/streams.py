@@ -2,6 +2,7 @@
 
 import errno
 import io
+import logging
 import os
 import sys
 from typing import Any
@@ -49,6 +50,20 @@ class _Stderr(io.FileIO):
             raise
         except OSError:
             return len(data)  # nobody to tell, and no reason to lose the run
+
+
+class _Log(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is not None:  # looked up now: a progress bar may have wrapped it
+            sys.stderr.write(f"dspark: {record.getMessage()}\n")
+
+
+def show_log(*, quiet: bool) -> None:
+    """Show what the engine decides, as lines of the command; warnings alone if `quiet`."""
+    log = logging.getLogger("engine")
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    if not any(isinstance(handler, _Log) for handler in log.handlers):
+        log.addHandler(_Log())
 
 
 def guard() -> None:

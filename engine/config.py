@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.errors import ConfigError
 
@@ -121,6 +121,16 @@ class EngineConfig:
                 )
         if self.cost_table is not None and self.verify == "all":
             raise ConfigError("--verify all weighs no costs: --cost-table is unused", "drop one")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, for another process."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "EngineConfig":
+        """What `to_json` gave, back."""
+        paths = {n: Path(values[n]) for n in ("cost_table", "calibration") if values[n]}
+        return cls(**{**values, **paths})
 
     def without_draft(self) -> "EngineConfig":
         """The same target and limits, decoding plainly."""

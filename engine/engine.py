@@ -1,6 +1,7 @@
 """The loop. Read this file first: `step` is one turn of admit, prefill, draft, verify, commit."""
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -10,34 +11,44 @@ import torch
 
 from engine import worker
 from engine.config import EngineConfig, VerifyMode
-from engine.errors import ConfigError, DSparkError, RequestError
+from engine.dist.group import Group
+from engine.errors import CapacityError, ConfigError, DSparkError, RequestError
 from engine.kv.blocks import BlockPool
+from engine.lockstep import Lockstep
 from engine.outcomes import Output, check_request, complete, not_finite
 from engine.planning import Decisions
 from engine.recovery import Shortage, Shrinking
 from engine.request import Request, RequestFailure, Round, SamplingParams
+from engine.runner.loop_choice import choose_loop
 from engine.runner.model_runner import ModelRunner
 from engine.runner.out_of_memory import first_line, is_out_of_memory
 from engine.runner.pending import Launched, RoundResult
 from engine.runner.rows import Rows
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence
+from engine.spec.cost_table import CostTable
+from engine.spec.tiers import Tiers
 from engine.telemetry import EngineStats, RoundRecord
 from engine.text import StopMatcher, Tokenizer
 
 
 class Engine:
-    """Runs requests to completion on one process."""
+    """Runs requests to completion, alone or as rank 0 of several processes."""
 
     def __init__(
-        self, config: EngineConfig, *, on_progress: Callable[[str, int, int], None] | None = None
+        self,
+        config: EngineConfig,
+        *,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        group: Group | None = None,
     ) -> None:
-        """Load checkpoints and size KV memory.
+        """Load checkpoints and size KV memory; bring up the other ranks.
 
         Args:
             config: The settings.
             on_progress: Called with (phase, done, total): bytes of `load NAME` for each checkpoint,
                 then steps of `warm-up`.
+            group: The ranks to be one of, other than rank 0; see `follow`.
 
         Raises:
             DSparkError: The checkpoints or settings cannot be served.
@@ -45,7 +56,10 @@ class Engine:
         begin = self._began = time.perf_counter()
         self.stats = EngineStats()
         self._on_progress = on_progress or worker.ignore_progress
-        loaded = worker.load(config, self._on_progress)
+        loaded = worker.load(config, self._on_progress, group)
+        self._group = loaded.group
+        self._ranks = Lockstep(loaded.group)
+        weakref.finalize(self, loaded.group.close)
         self.config = replace(config, **loaded.at.settings)
         """The settings, with `auto` replaced by what was chosen."""
         self.tokenizer: Tokenizer = loaded.tokenizer
@@ -74,6 +88,15 @@ class Engine:
             graph_pool_bytes=limits.graph_pool_bytes,
         )
         self.runner.steps.synthetic_acceptance = config.synthetic_acceptance
+        tiers = Tiers(limits.max_num_seqs, self.gamma)
+        loaded.group.compare(
+            {
+                "limits": str(replace(limits, graph_pool_bytes=0)),  # that is a rank's own
+                "graph tiers": f"{tiers.requests}, {tiers.widths}",
+            }
+        )
+        steps, asked = self.runner.steps, config.sharded_loop
+        steps.sharded_from = choose_loop(steps, loaded.group, asked, limits.max_num_seqs)
         self.decisions = Decisions(
             config,
             self.runner,
@@ -81,6 +104,7 @@ class Engine:
             {**loaded.fingerprint, "graphs": str(self.runner.graphs is not None)},
             self.stats.schedule,
             limits.max_model_len,
+            loaded.group,
         )
         self._launched: list[Launched] = []
         """Steps whose results the host has not taken in."""
@@ -132,7 +156,7 @@ class Engine:
         self._set_mode(speculate=speculate, verify=verify)
         # whoever prepared for fewer has fewer requests
         if max_num_seqs is not None or self.decisions.table is None:
-            self.decisions.prepare(width, self._on_progress)
+            self.prepare(width)
         try:
             more = True
             while True:
@@ -168,7 +192,24 @@ class Engine:
             Seconds it took; None if there was nothing to measure.
         """
         most = max_num_seqs or self.limits.max_num_seqs
-        return self.decisions.prepare(most, self._on_progress)
+        if not self.decisions.lack_costs(most):
+            return None
+        with self._ranks.together("prepare", most):
+            return self.decisions.prepare(most, self._on_progress)
+
+    def profile(
+        self, sizes: Items[int], widths: Items[int] | None = None, repeats: int | None = None
+    ) -> CostTable:
+        """Measure a cost table for a file; nothing may run.
+
+        Args:
+            sizes: Batch sizes, rising.
+            widths: Verify tokens per request; None: a few.
+            repeats: Passes; None: a few.
+        """
+        given = list(sizes), None if widths is None else list(widths), repeats
+        with self._ranks.together("profile", *given):
+            return self.decisions.profile(self._on_progress, *given)
 
     def submit(
         self,
@@ -190,8 +231,30 @@ class Engine:
             if (failure := self._add(request)) is not None:
                 raise RequestError(failure.kind, failure.message)
 
+    def close(self) -> None:
+        """Send the other ranks away, if there are any; losing the engine does it, too."""
+        self._group.close()
+
+    def mirror(self) -> None:
+        """Be another rank: do what rank 0 does, in step with it, until it closes its engine.
+
+        Raises:
+            RankError: Another rank failed.
+        """
+        done: dict[str, Callable[..., object]] = {
+            "step": self.step,
+            "add": lambda request: self._add(Request.from_json(request)),
+            "mode": lambda speculate, verify: self._set_mode(speculate=speculate, verify=verify),
+            "prepare": self.prepare,
+            "profile": self.profile,
+            "abandon": self.abandon,
+        }
+        for name, *given in self._ranks.commands():
+            done[name](*given)
+
     def abandon(self) -> None:
         """Drop every unfinished request; the engine is as new."""
+        self._ranks.note("abandon")
         self._launched = []
         self._scheduler.drop_all()
         self._shrinking.reset()
@@ -229,13 +292,19 @@ class Engine:
 
         On a CUDA device the results are those of the turn before: the host prepares a round while
         the one before it runs. What a request gets past its end is dropped there. A step that does
-        not fit into memory makes all requests wait, and the steps after it smaller.
+        not fit into memory makes all requests wait, and the steps after it smaller; with several
+        ranks it ends the run.
 
         Raises:
             CapacityError: The step before this one did not fit, and no smaller one can be made.
+            RankError: Another rank failed.
         """
         if self._shrinking.failure is not None:
             raise self._shrinking.failure
+        with self._ranks.together("step"):
+            return self._step()
+
+    def _step(self) -> list[Output]:
         begin, occupied = time.perf_counter(), self.runner.clock.occupied()
         before, self._launched = self._launched, []
         finished: list[Output] = []
@@ -276,6 +345,13 @@ class Engine:
         except RuntimeError as error:
             if not kind or not is_out_of_memory(error):
                 raise
+            if self._group.size > 1:  # the others cannot know, and are in the middle of it
+                raise CapacityError(
+                    f"a {kind} of {len(members)} requests does not fit into memory: "
+                    f"{first_line(error)}",
+                    hint="use a smaller --max-num-seqs, --max-num-batched-tokens or "
+                    "--gpu-memory-utilization; finished rows are kept",
+                ) from error
             # the error itself holds the step's tensors, by its frames: it must not stay
             return Shortage(kind, [s.request.request_id for s in members], first_line(error))
         return None
@@ -313,7 +389,7 @@ class Engine:
         """Commit the results of earlier launches; void ones are skipped."""
         finished: list[Output] = []
         for launch in launched:
-            with self.runner.clock.waiting():
+            with self.runner.clock.waiting(), self._group.waiting():
                 values = launch.pending.wait()
             now, result = time.perf_counter(), None
             going = [not s.ended and s.epoch == epoch for s, epoch in launch.members]
@@ -333,6 +409,7 @@ class Engine:
 
     def _set_mode(self, *, speculate: bool, verify: VerifyMode | None) -> None:
         """How rounds are decided from now on, while nothing runs."""
+        self._ranks.note("mode", speculate, verify)
         speculate = speculate and self.gamma > 0
         self.decisions.set_mode(verify, speculate=speculate)
         if speculate != self.runner.steps.speculating:
@@ -347,6 +424,7 @@ class Engine:
             return RequestFailure(
                 request=request, kind=error.kind, message=str(error), retryable=False
             )
+        self._ranks.note("add", request.to_json())
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         stops = request.params.stop
         self._scheduler.add(

@@ -65,6 +65,7 @@ def measure_round(
     prompt_tokens: int = 128,
     rounds: int = 60,
     warmup: int = 12,
+    temperature: float = 0.0,
 ) -> RoundTimes:
     """Time rounds of `num_reqs` requests in the engine's own loop.
 
@@ -75,9 +76,11 @@ def measure_round(
         prompt_tokens: Of each request; the prompts differ.
         rounds: Rounds to time.
         warmup: Rounds before them.
+        temperature: Of every request.
     """
     width = engine.gamma + 1 if speculate and engine.gamma else 1
-    params = SamplingParams(max_tokens=width * (warmup + rounds + 8), ignore_eos=True)
+    most = width * (warmup + rounds + 8)
+    params = SamplingParams(max_tokens=most, ignore_eos=True, temperature=temperature)
     many = [
         Request(
             request_id=f"measure {i}",

@@ -14,16 +14,18 @@ import torch
 from numpy.typing import NDArray
 
 from engine.config import EngineConfig, VerifyMode
-from engine.errors import ConfigError
+from engine.dist.group import Group
+from engine.errors import CapacityError, ConfigError
 from engine.kernels.acceptance import Drafts
 from engine.kv.blocks import BlockPool
 from engine.profiling import CostMeter
 from engine.runner.model_runner import ModelRunner
-from engine.runner.out_of_memory import is_out_of_memory
+from engine.runner.out_of_memory import first_line, is_out_of_memory
 from engine.runner.pending import Launched, RoundResult
 from engine.sequence import Sequence
 from engine.spec.calibration import Calibration
 from engine.spec.cost_table import CostTable
+from engine.spec.plan import Plan
 from engine.spec.planner import Batch, Decided, Outcome, Planner
 from engine.spec.tiers import Tiers
 from engine.telemetry import CALIBRATION_BINS, RoundRecord, ScheduleStats
@@ -43,6 +45,7 @@ class Decisions:
         fingerprint: Of the pair and the device, for cost tables.
         stats: Counts what is planned.
         max_model_len: Of a request.
+        group: The ranks that carry plans out; rank 0 makes them.
 
     Raises:
         ConfigError: A file does not fit, or the drafter has nothing to go by.
@@ -56,7 +59,9 @@ class Decisions:
         fingerprint: dict[str, str],
         stats: ScheduleStats,
         max_model_len: int,
+        group: Group,
     ) -> None:
+        self._group = group
         draft, gamma = runner.net.draft, runner.net.num_speculative_tokens
         self._runner, self._stats, self._gamma = runner, stats, gamma
         self._default: VerifyMode = config.verify or "lagged"
@@ -72,19 +77,16 @@ class Decisions:
         self.on_round: Callable[[RoundRecord], None] | None = None
         """Told of every round once its result is there."""
 
-        if config.calibration is not None:
-            calibration = Calibration.read(config.calibration)
-            calibration.check(self.pair_fingerprint, gamma)
-            runner.steps.temperatures.copy_(torch.tensor(calibration.temperatures))
-            runner.steps.shifts.copy_(torch.tensor(calibration.shifts))
         self._meter = CostMeter(
             runner, pool, fingerprint, max_model_len, has_survival=self._has_survival
         )
-        table = None
-        if config.cost_table is not None:
-            table = CostTable.read(config.cost_table)
-            table.check(fingerprint)
-        self._measured = table is None
+        with group.starting():
+            table = self._read(config, fingerprint) if group.rank == 0 else None
+            scale = runner.steps.temperatures, runner.steps.shifts
+            told = group.tell([x.tolist() for x in scale])
+        for x, values in zip(scale, told, strict=True):
+            x.copy_(torch.tensor(values))
+        self._measured = config.cost_table is None
         self._most_measurable = runner.rows.spare
         self.planner = Planner(
             self._check(self._default) if gamma else "all",
@@ -96,6 +98,19 @@ class Decisions:
             per_request=self._has_survival,
         )
 
+    def _read(self, config: EngineConfig, fingerprint: dict[str, str]) -> CostTable | None:
+        """What files say: temperatures and shifts into the steps, and a cost table."""
+        if config.calibration is not None:
+            calibration = Calibration.read(config.calibration)
+            calibration.check(self.pair_fingerprint, self._gamma)
+            self._runner.steps.temperatures.copy_(torch.tensor(calibration.temperatures))
+            self._runner.steps.shifts.copy_(torch.tensor(calibration.shifts))
+        if config.cost_table is None:
+            return None
+        table = CostTable.read(config.cost_table)
+        table.check(fingerprint)
+        return table
+
     @property
     def has_confidence(self) -> bool:
         """Does each request have survivals of its own?"""
@@ -104,7 +119,6 @@ class Decisions:
     def profile(
         self,
         on_progress: Callable[[str, int, int], None],
-        *,
         sizes: Items[int],
         widths: Items[int] | None,
         repeats: int | None,
@@ -139,24 +153,26 @@ class Decisions:
         self.planner.plain_only = not (speculate and self._gamma)
         self.planner.mode = self._check(verify or self._default) if self._gamma else "all"
 
-    def prepare(self, most: int, on_progress: Callable[[str, int, int], None]) -> float | None:
-        """Measure what rounds of up to `most` requests cost, where nobody did; nothing may run.
+    def lack_costs(self, most: int) -> bool:
+        """Does planning rounds of up to `most` requests need costs that nobody has measured?"""
+        planner = self.planner
+        if planner.plain_only or planner.mode == "all" or not self._measured:
+            return False
+        most = min(most, self._most_measurable)
+        return most > 0 and (planner.table is None or planner.table.max_requests < most)
+
+    def prepare(self, most: int, on_progress: Callable[[str, int, int], None]) -> float:
+        """Measure what rounds of up to `most` requests cost; nothing may run.
 
         Args:
             most: Requests at once.
             on_progress: Called with ("measure rounds", done, of how many).
 
         Returns:
-            Seconds it took; None if nothing was to be measured.
+            Seconds it took.
         """
-        planner = self.planner
-        if planner.plain_only or planner.mode == "all" or not self._measured:
-            return None
-        most = min(most, self._most_measurable)
-        if most == 0 or (planner.table is not None and planner.table.max_requests >= most):
-            return None
         begin = time.perf_counter()
-        self._measure(most, on_progress)
+        self._measure(min(most, self._most_measurable), on_progress)
         spent = time.perf_counter() - begin
         seconds = self._runner.clock.seconds
         seconds["warm-up"] = seconds.get("warm-up", 0.0) + spent
@@ -166,11 +182,17 @@ class Decisions:
         """Fill the table as far as memory goes; the run has its own way with what does not fit."""
         while most:
             try:
-                self.planner.table = self._meter.measure(most, on_progress)
+                table = self._meter.measure(most, on_progress)
+                self.planner.table = CostTable.from_json(self._group.tell(table.to_json()))
                 return
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
+                if self._group.size > 1:  # the others are in the middle of a round
+                    raise CapacityError(
+                        f"a round of {most} requests does not fit into memory: {first_line(error)}",
+                        "use a smaller --max-num-seqs or --gpu-memory-utilization",
+                    ) from error
             self._runner.release()
             most = self._most_measurable = most // 2
 
@@ -181,17 +203,28 @@ class Decisions:
             np.array([s.generation for s in batch]),
             sum(len(s.token_ids) for s in batch),
         )
-        plan = self.planner.plan(who, self._runner.captured(batch))
-        return Decided(plan, self.planner.round, who, self.planner.predicted)
+        plan = None
+        if self._group.rank == 0:
+            plan = self.planner.plan(who, self._runner.captured(batch))
+        return Decided(self._tell(plan), self.planner.round, who, self.planner.predicted)
+
+    def _tell(self, plan: Plan | None) -> Plan:
+        """Rank 0's plan, on every rank."""
+        if self._group.size == 1:
+            assert plan is not None
+            return plan
+        return Plan.from_wire(self._group.tell(None if plan is None else plan.to_wire()))
 
     def revise(self, decided: Decided, drafts: Drafts | None) -> Decided:
         """`sync`: how much the round verifies, once its drafts are there; waits for them."""
         if drafts is None or self.planner.mode != "sync":
             return decided
-        with self._runner.clock.waiting():
-            survival = self._runner.survival(drafts, decided.num_reqs)
-        plan = self.planner.replan(decided.plan, survival, decided.batch.kv_tokens)
-        return replace(decided, plan=plan, predicted=self.planner.predicted)
+        plan = None
+        if self._group.rank == 0:
+            with self._runner.clock.waiting(), self._group.waiting():
+                survival = self._runner.survival(drafts, decided.num_reqs)
+            plan = self.planner.replan(decided.plan, survival, decided.batch.kv_tokens)
+        return replace(decided, plan=self._tell(plan), predicted=self.planner.predicted)
 
     def count(self, decided: Decided) -> None:
         """Count a plan that is carried out."""
@@ -216,6 +249,8 @@ class Decisions:
             going: [R] False for requests that were over before the round.
             now: Clock time of its result.
         """
+        if self._group.rank:
+            return  # who does not plan has nothing to learn
         decided, members = launch.decided, [s for s, _ in launch.members]
         assert decided is not None
         if decided.predicted:

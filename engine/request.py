@@ -1,8 +1,9 @@
 """What a caller asks for and gets back; host data only."""
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from typing import Any
 
 from engine.errors import RequestError
 
@@ -101,6 +102,19 @@ class Request:
         text = f"{self.params.seed}\0{self.sample_index}\0{self.request_id}"
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Request":
+        """What `to_json` gave, back."""
+        params = dict(value["params"])
+        for name in ("stop", "stop_token_ids"):
+            params[name] = tuple(params[name])
+        ids = tuple(value["prompt_token_ids"])
+        return cls(**{**value, "prompt_token_ids": ids, "params": SamplingParams(**params)})
 
 
 @dataclass(frozen=True, slots=True)

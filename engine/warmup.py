@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from engine.config import EngineConfig
+from engine.dist.group import Group
 from engine.errors import CapacityError
 from engine.request import Request, SamplingParams
 from engine.runner.model_runner import ModelRunner
@@ -147,8 +148,9 @@ def measure_room(
     max_model_len: int,
     lookahead: int,
     least: int,
+    group: Group,
 ) -> tuple[EngineConfig, Room]:
-    """What a warm-up leaves of a CUDA device for KV.
+    """What a warm-up leaves of a CUDA device for KV: the least of all ranks.
 
     Args:
         config: The settings.
@@ -157,6 +159,7 @@ def measure_room(
         max_model_len: Tokens of the longest request.
         lookahead: As the scheduler's.
         least: Bytes of KV below which nothing runs.
+        group: The ranks that warm up together.
 
     Returns:
         The settings, with the sizes that were measured, and the room.
@@ -176,7 +179,7 @@ def measure_room(
         )
         return warm_up(scratch, sizes, device, memory, use_graphs=not config.enforce_eager)
 
-    return shrink_to_fit(config, measure, memory.release, least)
+    return shrink_to_fit(config, measure, memory.release, least, group)
 
 
 def shrink_to_fit(
@@ -184,6 +187,7 @@ def shrink_to_fit(
     measure: Callable[[EngineConfig], MemoryUse],
     release: Callable[[], None],
     least: int,
+    group: Group,
 ) -> tuple[EngineConfig, Room]:
     """Measure at the sizes asked for; sizes that were not are halved while too little is left.
 
@@ -192,6 +196,8 @@ def shrink_to_fit(
         measure: Runs the largest steps of given settings.
         release: Gives back what a failed measurement left.
         least: Bytes of KV below which nothing runs.
+        group: The ranks that measure together. If one of several runs out of memory, the others
+            are left in the middle of a step: that is an error.
     """
     sizes: dict[str, Any] = {
         "max_num_seqs": CUDA_SEQS,
@@ -203,12 +209,17 @@ def shrink_to_fit(
     while True:
         try:
             use = measure(config)
-            left, why = use.left(share), use.account(share)
+            left, why = group.least(use.left(share)), use.account(share)
             if left >= least:
                 return config, Room(left, why, use.graph_pool)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            if group.size > 1:
+                raise CapacityError(
+                    f"the largest prefill and round do not fit: {first_line(error)}",
+                    hint="use a smaller --max-num-seqs or --max-num-batched-tokens",
+                ) from error
             left, why = 0, f"the largest prefill and round do not fit: {first_line(error)}"
         release()
         smaller = {n: getattr(config, n) // 2 for n in unset if getattr(config, n) > 1}

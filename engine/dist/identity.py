@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ def identity(config: EngineConfig, *folders: Path | None) -> dict[str, str]:
         folders: Checkpoints: target, draft; None where there is none.
     """
     facts = {
-        "settings": _short(json.dumps(asdict(config), sort_keys=True).encode()),
+        "settings": _short(json.dumps(config.to_json(), sort_keys=True).encode()),
         "torch": torch.__version__,
         "dspark": _digest(sorted(Path(__file__).parents[1].rglob("*.py"))),
     }

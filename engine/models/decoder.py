@@ -8,12 +8,14 @@ from engine.kv.cache import PagedKV
 from engine.models.config import TargetSpec
 from engine.models.layers import (
     DecoderLayer,
+    Embedding,
     Placement,
     StepContext,
     Stream,
     Weights,
     make_rope_table,
 )
+from engine.models.shard import Part
 
 
 class Decoder:
@@ -33,18 +35,19 @@ class Decoder:
         self.spec = spec
         layers = spec.layers
         vocab = (spec.vocab_size, layers.hidden_size)
+        rows = at.share.even(spec.vocab_size, dim=0)
 
-        def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            return weights.take(name, shape, dtype=at.dtype, device=at.device)
+        def take(name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
+            return weights.take(name, shape, dtype=at.dtype, device=at.device, part=part)
 
-        self.embedding = take("model.embed_tokens.weight", vocab)
+        self.embedding = Embedding(take("model.embed_tokens.weight", vocab, rows), at)
         self.layers = [
             DecoderLayer(layers, weights, f"model.layers.{i}.", at)
             for i in range(layers.num_layers)
         ]
         self.norm = take("model.norm.weight", (layers.hidden_size,))
         self.lm_head = Linear(
-            self.embedding if spec.tie_embeddings else take("lm_head.weight", vocab)
+            self.embedding.weight if spec.tie_embeddings else take("lm_head.weight", vocab, rows)
         )
         self.rope = make_rope_table(layers, num_positions, at.device)
 
@@ -71,7 +74,7 @@ class Decoder:
             Final-normed hidden states [T, H], and the taps side by side [T, len(taps) * H].
         """
         ctx = StepContext(self.rope[positions], slots, attention, kv)
-        stream = Stream(self.embedding[token_ids], None)
+        stream = Stream(self.embedding(token_ids), None)
         tapped = []
         for i, layer in enumerate(self.layers):
             normed, before = layer.enter(stream)
@@ -84,5 +87,5 @@ class Decoder:
         return hidden, torch.cat(tapped, dim=-1) if taps else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, V] from final-normed hidden states [T, H]."""
+        """This rank's part of the vocabulary, [T, V/N] rounded up, from hidden states [T, H]."""
         return self.lm_head(hidden)

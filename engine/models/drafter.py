@@ -15,12 +15,14 @@ from engine.models.config import DraftSpec
 from engine.models.decoder import Decoder
 from engine.models.layers import (
     DecoderLayer,
+    Embedding,
     Placement,
     StepContext,
     Stream,
     Weights,
     make_rope_table,
 )
+from engine.models.shard import Part, Share
 
 
 class Drafter:
@@ -48,26 +50,29 @@ class Drafter:
         self.spec = spec
         layers, h = spec.layers, spec.layers.hidden_size
 
-        def take(name: str, *shape: int) -> torch.Tensor:
-            return weights.take(name, shape, dtype=at.dtype, device=at.device)
+        def take(name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
+            return weights.take(name, shape, dtype=at.dtype, device=at.device, part=part)
 
         self.fc = Linear(take("fc.weight", h, len(spec.taps) * spec.target_hidden_size))
         self.hidden_norm = take("hidden_norm.weight", h)
         self.layers = [
             DecoderLayer(layers, weights, f"layers.{i}.", at) for i in range(layers.num_layers)
         ]
-        self.context_kv = [self._take_context(take, i) for i in range(layers.num_layers)]
+        self.context_kv = [self._take_context(take, at.share, i) for i in range(layers.num_layers)]
         self.norm = take("norm.weight", h)
         # rows of a draft vocabulary padded beyond the target's have nothing to say
         self.num_logits = min(spec.draft_vocab_size, spec.vocab_size)
         self.embedding = target.embedding
         if has("embed_tokens.weight"):
-            own = take("embed_tokens.weight", spec.vocab_size, h)
+            rows = at.share.even(spec.vocab_size, dim=0)
+            own = take("embed_tokens.weight", spec.vocab_size, h, part=rows)
             # most often a frozen copy: hold it once
-            self.embedding = target.embedding if _same(own, target.embedding) else own
+            if not _same(own, target.embedding.weight):
+                self.embedding = Embedding(own, at)
         self.lm_head = target.lm_head
         if has("lm_head.weight") or self.num_logits < spec.vocab_size:
-            head = take("lm_head.weight", spec.draft_vocab_size, h)
+            rows = at.share.even(self.num_logits, dim=0)
+            head = take("lm_head.weight", spec.draft_vocab_size, h, part=rows)
             self.lm_head = self._own_lm_head(head, target)
         self.markov = self._take_markov(take)
         self.confidence_weight, self.confidence_bias = self._take_confidence(take)
@@ -92,18 +97,19 @@ class Drafter:
 
     def _own_lm_head(self, weight: torch.Tensor, target: Decoder) -> Linear:
         """The checkpoint's head, or the target's where they are the same matrix."""
-        theirs = target.embedding if target.spec.tie_embeddings else target.lm_head.weight
+        theirs = target.embedding.weight if target.spec.tie_embeddings else target.lm_head.weight
         comparable = target.spec.tie_embeddings or not target.lm_head.packed
         if comparable and _same(weight, theirs):
             return target.lm_head
         return Linear(weight[: self.num_logits])
 
-    def _take_context(self, take: Callable[..., torch.Tensor], layer: int) -> Linear:
+    def _take_context(self, take: Callable[..., torch.Tensor], share: Share, layer: int) -> Linear:
         """K and V rows of one layer in one product: context needs no more of it."""
         spec, prefix = self.spec.layers, f"layers.{layer}.self_attn."
         rows = spec.num_kv_heads * spec.head_dim
-        weight = [take(f"{prefix}{n}_proj.weight", rows, spec.hidden_size) for n in "kv"]
-        bias = [take(f"{prefix}{n}_proj.bias", rows) for n in "kv" if spec.qkv_bias]
+        part = share.heads(spec, "k", dim=0)
+        weight = [take(f"{prefix}{n}_proj.weight", rows, spec.hidden_size, part=part) for n in "kv"]
+        bias = [take(f"{prefix}{n}_proj.bias", rows, part=part) for n in "kv" if spec.qkv_bias]
         return Linear(torch.cat(weight), torch.cat(bias) if bias else None)
 
     def _take_markov(self, take: Callable[..., torch.Tensor]) -> MarkovWeights:
@@ -166,7 +172,7 @@ class Drafter:
             Final-normed hidden states [T, H].
         """
         ctx = StepContext(self.rope[positions], slots, attention, kv)
-        stream = Stream(self.embedding[token_ids], None)
+        stream = Stream(self.embedding(token_ids), None)
         for i, layer in enumerate(self.layers):
             stream = layer(
                 *layer.enter(stream),
@@ -177,8 +183,13 @@ class Drafter:
             )
         return stream.enter(self.norm, self.spec.layers.norm_eps)[0]
 
+    def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the draft vocabulary, [T, Vd/N] rounded up, from [T, H]."""
+        return self.lm_head(hidden)
+
     def chain(
         self,
+        base: torch.Tensor,
         hidden: torch.Tensor,
         anchors: torch.Tensor,
         params: SamplingRows,
@@ -186,16 +197,16 @@ class Drafter:
         *,
         sampled: bool,
     ) -> Chain:
-        """Base logits and the Markov chain.
+        """The Markov chain.
 
         Args:
+            base: [R, G, Vd], base logits over the whole draft vocabulary.
             hidden: [R, G, H], rows that predict.
             anchors: [R] int64.
             params: R rows.
             positions: [R] int64, the anchors' positions.
             sampled: Is any temperature > 0?
         """
-        base = self.lm_head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         return markov_chain(
             base,
             hidden,

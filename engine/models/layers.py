@@ -1,10 +1,11 @@
 """Decoder layers that target and draft share: attention, gated MLP, pre-norm residuals."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from engine.dist.collectives import Collectives, Solo
 from engine.kernels.activation import silu_mul
 from engine.kernels.linear import Linear
 from engine.kernels.norms import add_rms_norm, rms_norm
@@ -13,23 +14,37 @@ from engine.kernels.rope import inverse_frequencies, rope_table
 from engine.kernels.rope_attention import rope_attention
 from engine.kv.cache import PagedKV
 from engine.models.config import LayersSpec
+from engine.models.shard import Part, Share
 
 
 class Weights(Protocol):
     """Where tensors come from; engine.models.loader.Checkpoint is one."""
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: Part | None = None,
     ) -> torch.Tensor:
-        """Read one tensor, checked against `shape`, and remember that it was used."""
+        """Read one tensor, checked against `shape`, or a part; remember that it was used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Dtype and device of a network."""
+    """Dtype, device and ranks of a network."""
 
     dtype: torch.dtype
     device: torch.device
+    ranks: Collectives = field(default_factory=Solo)
+    """What the network is dealt to."""
+
+    @property
+    def share(self) -> Share:
+        """This rank's part of it."""
+        return Share(self.ranks.rank, self.ranks.size)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,23 +91,57 @@ def make_rope_table(spec: LayersSpec, num_positions: int, device: torch.device) 
     return rope_table(inv, num_positions).to(device)
 
 
+def once(bias: torch.Tensor, at: Placement) -> torch.Tensor | None:
+    """A bias of terms that ranks sum up: rank 0 adds it."""
+    return bias if at.ranks.rank == 0 else None
+
+
+class Embedding:
+    """Token embeddings, rows dealt to ranks; what a rank does not hold it gives as 0 to the sum."""
+
+    def __init__(self, weight: torch.Tensor, at: Placement) -> None:
+        """Take over `weight` [width, H], this rank's rows of the vocabulary."""
+        self.weight = weight
+        self._ranks = at.ranks
+        self._first = at.ranks.rank * len(weight)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self.weight.dtype
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] int64 to [T, H]."""
+        if self._ranks.size == 1:
+            return self.weight[token_ids]
+        at = token_ids - self._first
+        held = (at >= 0) & (at < len(self.weight))
+        rows = self.weight[at.clamp(0, len(self.weight) - 1)]
+        return self._ranks.all_reduce(torch.where(held[:, None], rows, 0))
+
+
 class Attention:
-    """Grouped-query attention with q, k and v in one product."""
+    """Grouped-query attention with q, k and v in one product, over this rank's heads."""
 
     def __init__(self, spec: LayersSpec, weights: Weights, prefix: str, at: Placement) -> None:
-        """Read `{q,k,v,o}_proj` and the norms under `prefix`."""
-        self.spec = spec
+        """Read this rank's part of `{q,k,v,o}_proj` and the norms under `prefix`."""
+        self.spec = at.share.layers(spec)
+        self.ranks = at.ranks
         d, h = spec.head_dim, spec.hidden_size
         rows = {"q": spec.num_heads * d, "k": spec.num_kv_heads * d, "v": spec.num_kv_heads * d}
 
-        def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            return weights.take(prefix + name, shape, dtype=at.dtype, device=at.device)
+        def take(name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
+            return weights.take(prefix + name, shape, dtype=at.dtype, device=at.device, part=part)
 
-        parts = [take(f"{n}_proj.weight", (size, h)) for n, size in rows.items()]
-        biases = [take(f"{n}_proj.bias", (size,)) for n, size in rows.items() if spec.qkv_bias]
+        part = {n: at.share.heads(spec, n, dim=0) for n in rows}
+        parts = [take(f"{n}_proj.weight", (size, h), part[n]) for n, size in rows.items()]
+        biases = [
+            take(f"{n}_proj.bias", (size,), part[n]) for n, size in rows.items() if spec.qkv_bias
+        ]
         self.qkv = Linear(torch.cat(parts), torch.cat(biases) if biases else None)
-        o_bias = take("o_proj.bias", (h,)) if spec.o_bias else None
-        self.o = Linear(take("o_proj.weight", (h, rows["q"])), o_bias)
+        o_bias = once(take("o_proj.bias", (h,)), at) if spec.o_bias else None
+        columns = at.share.heads(spec, "q", dim=1)
+        self.o = Linear(take("o_proj.weight", (h, rows["q"]), columns), o_bias)
         self.q_norm = take("q_norm.weight", (d,)) if spec.qk_norm else None
         self.k_norm = take("k_norm.weight", (d,)) if spec.qk_norm else None
 
@@ -117,7 +166,7 @@ class Attention:
             causal=causal,
             window=window,
         )
-        return self.o(out.flatten(1))
+        return self.ranks.all_reduce(self.o(out.flatten(1)))
 
 
 class DecoderLayer:
@@ -126,22 +175,20 @@ class DecoderLayer:
     def __init__(self, spec: LayersSpec, weights: Weights, prefix: str, at: Placement) -> None:
         h, i = spec.hidden_size, spec.intermediate_size
 
-        def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            return weights.take(prefix + name, shape, dtype=at.dtype, device=at.device)
-
-        def bias(name: str, size: int) -> torch.Tensor | None:
-            return take(name, (size,)) if spec.mlp_bias else None
+        def take(name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
+            return weights.take(prefix + name, shape, dtype=at.dtype, device=at.device, part=part)
 
         self.eps = spec.norm_eps
+        self.ranks = at.ranks
         self.attention = Attention(spec, weights, prefix + "self_attn.", at)
         self.input_norm = take("input_layernorm.weight", (h,))
         self.post_norm = take("post_attention_layernorm.weight", (h,))
-        gate_up = [take(f"mlp.{n}_proj.weight", (i, h)) for n in ("gate", "up")]
-        gate_up_bias = [
-            b for n in ("gate", "up") if (b := bias(f"mlp.{n}_proj.bias", i)) is not None
-        ]
-        self.gate_up = Linear(torch.cat(gate_up), torch.cat(gate_up_bias) if gate_up_bias else None)
-        self.down = Linear(take("mlp.down_proj.weight", (h, i)), bias("mlp.down_proj.bias", h))
+        rows, columns = at.share.even(i, dim=0), at.share.even(i, dim=1)
+        gate_up = [take(f"mlp.{n}_proj.weight", (i, h), rows) for n in ("gate", "up")]
+        biases = [take(f"mlp.{n}_proj.bias", (i,), rows) for n in ("gate", "up") if spec.mlp_bias]
+        self.gate_up = Linear(torch.cat(gate_up), torch.cat(biases) if biases else None)
+        down_bias = once(take("mlp.down_proj.bias", (h,)), at) if spec.mlp_bias else None
+        self.down = Linear(take("mlp.down_proj.weight", (h, i), columns), down_bias)
 
     @property
     def products(self) -> tuple[Linear, ...]:
@@ -165,4 +212,5 @@ class DecoderLayer:
         """The layer's work on what `enter` gave."""
         delta = self.attention(normed, ctx, layer, causal=causal, window=window)
         normed, residual = add_rms_norm(delta, residual, self.post_norm, self.eps)
-        return Stream(residual, self.down(silu_mul(self.gate_up(normed))))
+        out = self.down(silu_mul(self.gate_up(normed)))
+        return Stream(residual, self.ranks.all_reduce(out))

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
 from engine.models.headers import TensorHeader, read_headers
+from engine.models.shard import Part
 
 IGNORABLE = {
     "*rotary_emb.inv_freq": "rope frequencies, which old files carry and the config determines",
@@ -73,72 +74,38 @@ class Checkpoint:
         return self._header(name).shape
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        part: Part | None = None,
     ) -> torch.Tensor:
-        """Read one tensor and mark it used.
+        """Read one tensor, or a rank's part of it, and mark it used.
 
         Args:
             name: Its name in the file.
-            shape: What the config says it must be.
+            shape: What the config says the whole tensor must be.
             dtype: Converted to this on the way; an integer tensor stays an integer.
             device: Where it goes.
+            part: What to read of it; None reads all.
 
         Raises:
             CheckpointError: It is missing, or of another shape or kind.
         """
         file = self._check(name, shape, dtype)
-        tensor: torch.Tensor = file.get_tensor(name)
-        return self._deliver(name, tensor, dtype, device)
+        if part is None:
+            return self._deliver(name, file.get_tensor(name), dtype, device)
+        index = [slice(None)] * part.dim + [slice(part.start, part.stop)]
+        tensor: torch.Tensor = file.get_slice(name)[tuple(index)]
+        return self._deliver(name, part.pad(tensor), dtype, device)
 
     def take_optional(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor | None:
         """As `take`, but None when the file has no such tensor."""
         return self.take(name, shape, dtype=dtype, device=device) if self.has(name) else None
-
-    def take_slice(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        dim: int,
-        start: int,
-        stop: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> torch.Tensor:
-        """Read part of one tensor, e.g. a rank's shard, and mark the whole of it used.
-
-        Args:
-            name: Its name in the file.
-            shape: What the whole tensor must be.
-            dim: The dimension that is cut.
-            start: First index kept.
-            stop: One past the last index kept.
-            dtype: As for `take`.
-            device: As for `take`.
-        """
-        if not 0 <= start <= stop <= shape[dim]:
-            raise ValueError(f"{name}: [{start}, {stop}) is not inside dimension {dim} of {shape}")
-        file = self._check(name, shape, dtype)
-        index = [slice(None)] * dim + [slice(start, stop)]
-        tensor: torch.Tensor = file.get_slice(name)[tuple(index)]
-        return self._deliver(name, tensor, dtype, device)
-
-    def take_rows(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        start: int,
-        stop: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> torch.Tensor:
-        """`take_slice` of rows [start, stop)."""
-        return self.take_slice(
-            name, shape, dim=0, start=start, stop=stop, dtype=dtype, device=device
-        )
 
     def check_copy(self, name: str, of: str) -> None:
         """Use up a tensor that must repeat another one, e.g. the lm_head of a tied target.
@@ -248,12 +215,19 @@ class Outline(Checkpoint):
     """The same ledger over headers alone: tensors come back without memory, on the meta device."""
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        part: Part | None = None,
     ) -> torch.Tensor:
         """Check and mark one tensor, and stand in for it."""
         self._check_header(name, shape, dtype)
         self._mark(name)
-        return torch.empty(shape, dtype=dtype, device="meta")
+        held = shape if part is None else part.of(shape)
+        return torch.empty(held, dtype=dtype, device="meta")
 
 
 def _is_float(dtype: str) -> bool:

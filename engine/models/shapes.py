@@ -1,9 +1,12 @@
 """Shapes of well-known models with random weights, for benchmarks: `--model shape:qwen3-8b`."""
 
+import hashlib
+
 import torch
 
 from engine.errors import ConfigError
 from engine.models.config import DraftSpec, LayersSpec, RopeSpec, TargetSpec
+from engine.models.shard import Part
 
 PREFIX = "shape:"
 _DRAFT_LAYERS, _DRAFT_RANK, _GAMMA = 5, 256, 7
@@ -130,27 +133,40 @@ def draft_shape(name: str) -> DraftSpec:
 class RandomWeights:
     """Weights made on the device as they are asked for; norms are 1.
 
+    A tensor is named by seed and name alone: whatever was asked for before, and whatever part of it
+    a rank holds, it is the same matrix.
+
     Args:
-        seed: The same seed gives the same weights on the same device.
+        seed: The same seed gives the same weights on the same kind of device.
         absent: Tensors the checkpoint does not have, e.g. a draft's own embedding.
     """
 
     def __init__(self, seed: int, absent: frozenset[str] = frozenset()) -> None:
         self._seed = seed
         self._absent = absent
-        self._generator: torch.Generator | None = None
 
     def has(self, name: str) -> bool:
         """Is there a tensor of this name?"""
         return name not in self._absent
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: Part | None = None,
     ) -> torch.Tensor:
         """A tensor: random with the spread of a trained one, so that activations stay finite."""
-        if self._generator is None:
-            self._generator = torch.Generator(device=device).manual_seed(self._seed)
         if "norm" in name:
             return torch.ones(shape, dtype=dtype, device=device)
-        out = torch.empty(shape, dtype=dtype, device=device)
-        return out.normal_(0.0, shape[-1] ** -0.5, generator=self._generator)
+        if device.type == "meta":
+            held = shape if part is None else part.of(shape)
+            return torch.empty(held, dtype=dtype, device=device)
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device=device)
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        whole = torch.empty(shape, dtype=dtype, device=device)
+        whole.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+        return whole if part is None else part.cut(whole).clone()

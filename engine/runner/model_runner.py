@@ -42,7 +42,8 @@ class ModelRunner:
 
         self.graphs = Graphs(self.steps, rows.spare, graph_pool_bytes) if use_graphs else None
         self.first_logits = torch.empty(0)
-        """[requests, V] target logits behind the first tokens of the last prefill that had any."""
+        """[c, V] target logits behind the first tokens of the last prefill that had any: those of
+        this rank's requests, the first of which is rank 0's first."""
 
     def start(self, sequences: Items[Sequence]) -> None:
         """Bind admitted sequences to their rows."""

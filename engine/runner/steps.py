@@ -4,15 +4,14 @@ Everything is read from and written to the rows. Padding members point to the sp
 tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from engine.kernels.acceptance import Drafts, accept
+from engine.dist.collectives import Collectives, Solo
+from engine.kernels.acceptance import Drafts
 from engine.kernels.commit import commit
-from engine.kernels.markov import scatter_logits
-from engine.kernels.sampling import sample
 from engine.kernels.slot_mapping import slot_mapping
 from engine.kernels.step_inputs import step_inputs
 from engine.kernels.verify_plan import survival_of, verify_lens
@@ -20,6 +19,7 @@ from engine.kv.cache import PagedKV
 from engine.models.decoder import Decoder
 from engine.models.drafter import Drafter
 from engine.runner.batch import Members, attention_batch
+from engine.runner.owners import Owners, Sampling
 from engine.runner.rows import Rows
 from engine.runner.synthetic import synthesize, synthetic_survival
 
@@ -33,6 +33,8 @@ class Networks:
     draft: Drafter | None = None
     draft_kv: PagedKV | None = None
     num_speculative_tokens: int = 0
+    ranks: Collectives = field(default_factory=Solo)
+    """What both are dealt to."""
 
 
 class Prompt(NamedTuple):
@@ -52,6 +54,7 @@ class Steps:
         """Take over networks and rows."""
         self.net = networks
         self.rows = rows
+        self.owners = Owners(networks.target, networks.draft, networks.ranks, rows.device)
         self.speculating = networks.draft is not None
         """False: decode plainly, and make no draft context."""
 
@@ -62,6 +65,9 @@ class Steps:
         self.temperatures = torch.ones(gamma, dtype=torch.float32, device=rows.device)
         self.shifts = torch.zeros_like(self.temperatures)
         """[G] both, what confidence logits go through by position: from calibration."""
+
+        self.sharded_from: int | None = None
+        """Batch size from which the Markov loop runs at the requests' owners; None: never."""
 
         self.last_confidence: torch.Tensor | None = None
         """[R, G] float32 confidence logits of the last draft; None without a head."""
@@ -102,13 +108,11 @@ class Steps:
             filtered: Has any of those top-k, top-p or min-p?
 
         Returns:
-            Logits [R, V], and [R, 2] int64: 1 and the token, or 0 where logits are not finite.
+            Logits [c, V] of the requests this rank owns, in order; and [R, 2] int64: 1 and the
+            token, or 0 where logits are not finite.
         """
-        logits = self.net.target.logits(hidden)
-        params = self.rows.params(index)
-        tokens = sample(logits, params, lengths, sampled=sampled, filtered=filtered)
-        ok = logits.amax(dim=-1).isfinite().long()
-        return logits, torch.stack((ok, tokens), dim=1)
+        sampling = Sampling(self.rows.params(index), sampled, filtered)
+        return self.owners.first_tokens(hidden, lengths, sampling)
 
     def draft(self, members: Members, *, sampled: bool) -> Drafts:
         """Draft G tokens a request.
@@ -139,18 +143,21 @@ class Steps:
         slots = self._slots(at.block_table, inputs.positions, inputs.cu_seqlens_q)
         hidden = draft.forward(inputs.token_ids, inputs.positions, slots, batch, kv)
         hidden = hidden.view(num_reqs, width, -1)[:, first:]
-        chain = draft.chain(hidden, at.anchors, params, at.starts, sampled=sampled)
-        confidence = self.last_confidence = draft.confidence(hidden, chain)
+        sampling = Sampling(params, sampled, False)
+        owners = self.owners
+        loop = owners.draft_sharded if self.shards(num_reqs) else owners.draft_replicated
+        drafted = loop(hidden, at.anchors, at.starts, sampling)
+        confidence = self.last_confidence = drafted.confidence
         survival = None
         if confidence is not None:
             survival = survival_of(confidence, self.temperatures, self.shifts)
         if self.synthetic_acceptance is not None:
             survival = synthetic_survival(self.synthetic_acceptance, at.starts, gamma)
-        logits = chain.logits
-        if logits is not None:
-            vocab = self.net.target.spec.vocab_size
-            logits = scatter_logits(logits, draft.draft_to_target, vocab)
-        return Drafts(chain.token_ids, logits, survival)
+        return replace(drafted.drafts, survival=survival)
+
+    def shards(self, num_reqs: int) -> bool:
+        """Does the Markov loop of a batch of this size run at the requests' owners?"""
+        return self.sharded_from is not None and num_reqs >= self.sharded_from
 
     def verify(
         self,
@@ -195,8 +202,8 @@ class Steps:
         hidden, taps = self.net.target.forward(
             inputs.token_ids, inputs.positions, slots, batch, self.net.target_kv, self._taps()
         )
-        logits = self.net.target.logits(hidden)
-        accepted = accept(logits, cu, drafts, params, at.starts, sampled=sampled, filtered=filtered)
+        sampling = Sampling(params, sampled, filtered)
+        accepted = self.owners.accept(hidden, cu, drafts, at.starts, sampling)
         if self.synthetic_acceptance is not None and width > 1:
             accepted = synthesize(
                 accepted, drafts, lens, self.synthetic_acceptance, params.noise_key, at.starts
@@ -234,4 +241,5 @@ class Steps:
 
     def _no_logits(self, num_reqs: int) -> torch.Tensor:
         vocab = self.net.target.spec.vocab_size
-        return torch.empty((num_reqs, 0, vocab), device=self.rows.device)
+        owned = -(-num_reqs // self.net.ranks.size)
+        return torch.empty((owned, 0, vocab), device=self.rows.device)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine import CapacityError, Engine, EngineConfig, SamplingParams
+from engine.dist.group import Group
 from engine.kv.cache import PagedKV
 from engine.runner.model_runner import ModelRunner
 from engine.runner.steps import Networks
@@ -147,7 +148,7 @@ def test_sizes_that_nobody_asked_for_shrink_until_something_is_left() -> None:
 
     released: list[int] = []
     config = EngineConfig(model="m")
-    config, room = shrink_to_fit(config, measure, lambda: released.append(1), GIB)
+    config, room = shrink_to_fit(config, measure, lambda: released.append(1), GIB, Group())
     assert seen == [(256, 8192), (128, 4096), (64, 2048)]
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 2048)
     assert room.kv_bytes == int(24 * GIB * 0.9) - int(20.5 * GIB)
@@ -164,7 +165,7 @@ def test_sizes_asked_for_do_not_shrink_and_the_error_has_the_numbers(fails: bool
 
     config = EngineConfig(model="m", max_num_seqs=128, max_num_batched_tokens=4096)
     with pytest.raises(CapacityError) as info:
-        shrink_to_fit(config, measure, lambda: None, 3 * GIB)
+        shrink_to_fit(config, measure, lambda: None, 3 * GIB, Group())
     text = str(info.value)
     assert "0.00 GiB are left for KV with --max-num-seqs 128" in text
     assert "at least 3.00 GiB are needed" in text
@@ -180,7 +181,7 @@ def test_another_error_is_not_taken_for_lack_of_memory() -> None:
         raise RuntimeError("illegal memory access")
 
     with pytest.raises(RuntimeError, match="illegal"):
-        shrink_to_fit(EngineConfig(model="m"), measure, lambda: None, 1)
+        shrink_to_fit(EngineConfig(model="m"), measure, lambda: None, 1, Group())
 
 
 @pytest.fixture

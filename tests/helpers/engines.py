@@ -10,14 +10,17 @@ from typing import Any
 import torch
 
 from engine import Completion, Engine, EngineConfig, Request, SamplingParams
+from engine.dist.group import Group
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
 from engine.spec.plan import Plan
 from engine.spec.planner import Batch
 
 
-def make_engine(model: Path, draft: Path | None = None, **settings: Any) -> Engine:
-    """A float32 CPU engine with small limits."""
+def make_engine(
+    model: Path, draft: Path | None = None, *, group: Group | None = None, **settings: Any
+) -> Engine:
+    """A float32 CPU engine with small limits; with a group, one rank of it."""
     defaults: dict[str, Any] = {
         "device": "cpu",
         "max_num_seqs": 4,
@@ -28,7 +31,8 @@ def make_engine(model: Path, draft: Path | None = None, **settings: Any) -> Engi
         "verify": "all" if draft else None,
     }
     config = {**defaults, **settings}
-    return Engine(EngineConfig(model=str(model), draft=str(draft) if draft else None, **config))
+    name = str(draft) if draft else None
+    return Engine(EngineConfig(model=str(model), draft=name, **config), group=group)
 
 
 def prompts(count: int, seed: int = 0, vocab: int = 128, longest: int = 40) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Rows to owners: kernel against reference, exactly; the reference in spec/test_ownership.py."""
+"""Rows to owners: kernel against reference, exactly; the reference in runner/test_ownership.py."""
 
 import pytest
 import torch

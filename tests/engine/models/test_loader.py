@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from engine.errors import CheckpointError
 from engine.models.headers import read_headers, same_bytes, stored_dtype
 from engine.models.loader import Checkpoint
+from engine.models.shard import Part
 from tests.helpers.checkpoints import read_tensors, write_draft, write_target, write_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -58,21 +59,20 @@ def test_tensors_outlive_the_file(tmp_path: Path) -> None:
     assert a.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_slices_of_a_tensor_for_one_rank(tmp_path: Path) -> None:
+def test_parts_of_a_tensor_for_one_rank(tmp_path: Path) -> None:
     whole = torch.arange(24.0).view(4, 6)
     save_file({"a": whole}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as weights:
-        rows = weights.take_rows("a", (4, 6), 1, 3, dtype=torch.float32, device="cpu")
-        columns = weights.take_slice(
-            "a", (4, 6), dim=1, start=2, stop=6, dtype=torch.float64, device="cpu"
+        rows, columns, last = (
+            weights.take("a", (4, 6), dtype=torch.float64, device="cpu", part=part)
+            for part in (Part(0, 1, 3, 2), Part(1, 2, 6, 4), Part(0, 3, 4, 3))
         )
         weights.finish()
         with pytest.raises(CheckpointError, match=r"shape \[4, 7\] by config.json, got \[4, 6\]"):
-            weights.take_rows("a", (4, 7), 1, 3, dtype=torch.float32, device="cpu")
-        with pytest.raises(ValueError, match=r"\[3, 5\) is not inside dimension 0"):
-            weights.take_rows("a", (4, 6), 3, 5, dtype=torch.float32, device="cpu")
-    assert torch.equal(rows, whole[1:3])
+            weights.take("a", (4, 7), dtype=torch.float32, device="cpu", part=Part(0, 1, 3, 2))
+    assert torch.equal(rows, whole[1:3].double())
     assert torch.equal(columns, whole[:, 2:].double())
+    assert torch.equal(last, torch.cat((whole[3:], torch.zeros(2, 6))).double()), "zeros behind it"
 
 
 def test_progress_counts_bytes_once(tmp_path: Path) -> None:

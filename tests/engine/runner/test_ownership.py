@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.spec.ownership import Ownership
+from engine.runner.ownership import Ownership
 
 CPU = torch.device("cpu")
 
