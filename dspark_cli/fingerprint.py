@@ -31,6 +31,7 @@ NOTED = (
     "device",
     "max_model_len",
     "max_num_seqs",
+    "tensor_parallel_size",
     "max_num_batched_tokens",
     "enable_prefix_caching",
     "version",

@@ -235,6 +235,7 @@ class GenerateRun:
             **sampling,
             "max_model_len": self.config.max_model_len,
             "max_num_seqs": self.config.max_num_seqs,
+            "tensor_parallel_size": self.config.tensor_parallel_size,
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
             "enable_prefix_caching": self.config.enable_prefix_caching,
             "version": dspark_version(),

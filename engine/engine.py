@@ -32,6 +32,13 @@ from engine.telemetry import EngineStats, RoundRecord
 from engine.text import StopMatcher, Tokenizer
 
 
+def _part(group: Group, runner: ModelRunner) -> None:
+    """Send the other ranks away, and let go of what connects this one to them."""
+    if group.size > 1 and runner.graphs is not None:
+        runner.graphs.clear()
+    group.close()
+
+
 class Engine:
     """Runs requests to completion, alone or as rank 0 of several processes."""
 
@@ -59,7 +66,7 @@ class Engine:
         loaded = worker.load(config, self._on_progress, group)
         self._group = loaded.group
         self._ranks = Lockstep(loaded.group)
-        weakref.finalize(self, loaded.group.close)
+        early = weakref.finalize(self, loaded.group.close)
         self.config = replace(config, **loaded.at.settings)
         """The settings, with `auto` replaced by what was chosen."""
         self.tokenizer: Tokenizer = loaded.tokenizer
@@ -87,6 +94,8 @@ class Engine:
             use_graphs=loaded.at.device.type == "cuda" and not config.enforce_eager,
             graph_pool_bytes=limits.graph_pool_bytes,
         )
+        early.detach()
+        self._close = weakref.finalize(self, _part, loaded.group, self.runner)
         self.runner.steps.synthetic_acceptance = config.synthetic_acceptance
         tiers = Tiers(limits.max_num_seqs, self.gamma)
         loaded.group.compare(
@@ -233,7 +242,7 @@ class Engine:
 
     def close(self) -> None:
         """Send the other ranks away, if there are any; losing the engine does it, too."""
-        self._group.close()
+        self._close()
 
     def mirror(self) -> None:
         """Be another rank: do what rank 0 does, in step with it, until it closes its engine.

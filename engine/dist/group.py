@@ -10,6 +10,8 @@ from engine.dist.control import Control, NoControl, RankError
 from engine.dist.watch import Watch
 from engine.errors import ConfigError, DSparkError
 
+_LET_GO_S = 3.0
+
 
 class Group:
     """The ranks that compute one model together; of one rank, it does nothing at no cost."""
@@ -144,5 +146,8 @@ class Group:
                 broken = True
         if self.stop is not None:
             self.stop(broken)
-        if broken:
-            self.ranks.abort()
+        if self.size > 1:
+            # NCCL waits for graphs that still name it: whoever has some drops them first
+            letting_go = threading.Thread(target=self.ranks.abort, daemon=True)
+            letting_go.start()
+            letting_go.join(_LET_GO_S)

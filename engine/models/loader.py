@@ -95,11 +95,7 @@ class Checkpoint:
             CheckpointError: It is missing, or of another shape or kind.
         """
         file = self._check(name, shape, dtype)
-        if part is None:
-            return self._deliver(name, file.get_tensor(name), dtype, device)
-        index = [slice(None)] * part.dim + [slice(part.start, part.stop)]
-        tensor: torch.Tensor = file.get_slice(name)[tuple(index)]
-        return self._deliver(name, part.pad(tensor), dtype, device)
+        return self._deliver(name, _read(file, name, part), dtype, device)
 
     def take_optional(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str
@@ -107,12 +103,13 @@ class Checkpoint:
         """As `take`, but None when the file has no such tensor."""
         return self.take(name, shape, dtype=dtype, device=device) if self.has(name) else None
 
-    def check_copy(self, name: str, of: str) -> None:
+    def check_copy(self, name: str, of: str, part: Part | None = None) -> None:
         """Use up a tensor that must repeat another one, e.g. the lm_head of a tied target.
 
         Args:
             name: The copy; nothing happens when the file has none.
             of: The tensor it must equal.
+            part: What to compare, of both; None compares all.
 
         Raises:
             CheckpointError: They differ.
@@ -121,7 +118,7 @@ class Checkpoint:
             return
         shape = self.shape(of)
         file, other = self._check(name, shape, None), self._check(of, shape, None)
-        if not torch.equal(file.get_tensor(name), other.get_tensor(of)):
+        if not torch.equal(_read(file, name, part), _read(other, of, part)):
             raise CheckpointError(
                 f"{self._folder}: {name} differs from {of}, but the config ties them",
                 "set tie_word_embeddings to false in config.json, or use a consistent checkpoint",
@@ -228,6 +225,16 @@ class Outline(Checkpoint):
         self._mark(name)
         held = shape if part is None else part.of(shape)
         return torch.empty(held, dtype=dtype, device="meta")
+
+
+def _read(file: Any, name: str, part: Part | None) -> torch.Tensor:
+    """A tensor of an open file, or a part."""
+    if part is None:
+        whole: torch.Tensor = file.get_tensor(name)
+        return whole
+    index = [slice(None)] * part.dim + [slice(part.start, part.stop)]
+    cut: torch.Tensor = file.get_slice(name)[tuple(index)]
+    return part.pad(cut)
 
 
 def _is_float(dtype: str) -> bool:

@@ -35,7 +35,7 @@ SHORT = ("--max-tokens", "96", "--max-num-seqs", "3")
 def folder(tmp_path: Path) -> Path:
     rows = [
         {"id": i, "messages": [{"role": "user", "content": r["question"]}]}
-        for i, r in enumerate(heldout()[:100])
+        for i, r in enumerate(heldout()[:70])
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
     return tmp_path
@@ -216,7 +216,26 @@ def test_heads_decide_how_many_ranks_there_can_be(folder: Path, size: str) -> No
     done = run_command(*COMMAND, *SHORT, "--limit", "1", "-o", "out.jsonl", "-tp", size, cwd=folder)
     if size == "2":
         assert done.returncode == 0, done.stderr
+        assert done.stderr.count("the draft loop") == 1, "why it is or is not shared out, once"
         return
     assert done.returncode == 2
     assert "-tp 3: the target has 8 heads and 4 KV heads" in done.stderr
     assert "use -tp 1, 2, 4 or 8" in done.stderr
+
+
+def test_bench_collectives_times_every_exchange(folder: Path) -> None:
+    command = ("bench", "collectives", "-m", "demo", "-tp", "2", "--device", "cpu")
+    done = run_command(*command, "--requests", "1,3", "--output-json", "o.json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "o.json").read_text())
+    assert found["made_by"] == "gloo"
+    rows = {(e["name"], e["num_reqs"]): e for e in found["exchanges"]}
+    # 7 rows a request; each rank lacks half of the 1024 columns, float32
+    assert rows["base logits, all-gather", 3]["num_bytes"] == 3 * 7 * 512 * 4
+    assert rows["base logits, all-to-all", 3]["num_bytes"] == 2 * 7 * 512 * 4, "of its own rows"
+    assert rows["hidden, all-reduce", 1]["num_bytes"] == 8 * 256 * 4
+    assert all(e["microseconds"] > 0 for e in rows.values())
+    assert len(rows) == 9
+    alone = run_command(*command[:4], "--device", "cpu", cwd=folder)
+    assert alone.returncode == 2
+    assert "give -tp 2 or more" in alone.stderr
