@@ -78,6 +78,8 @@ def bench_round(**values: Any) -> None:
     engine = backend.load_engine(config, progress)
     progress.close()
     startup = Startup(engine.stats, process_started())
+    if startup.memory:
+        sys.stderr.write(f"dspark: {startup.memory}\n")
     from engine.measure import describe, measure_round
 
     measured: list[RoundTimes] = []

@@ -177,8 +177,13 @@ class Progress:
 
     def _tell(self) -> None:
         """Say what is said once."""
-        started = None if self._startup is None else self._startup.line()
-        for name, text in (("first token", started), ("memory", shortage(self._stats))):
+        startup = self._startup
+        news = {
+            "KV": None if startup is None else startup.memory,
+            "first token": None if startup is None else startup.line(),
+            "shortage": shortage(self._stats),
+        }
+        for name, text in news.items():
             if text is None or name in self._told or self._quiet:
                 continue
             self._told.add(name)

@@ -32,8 +32,13 @@ class Startup:
 
     def __init__(self, stats: EngineStats, started: float) -> None:
         self._stats = stats
-        made = sum(stats.seconds.get(name, 0.0) for name in ("load", "warm-up"))
+        made = sum(stats.seconds.get(name, 0.0) for name in ("load", "warm-up", "capture"))
         self._before = max(time.perf_counter() - made - started, 0.0)
+
+    @property
+    def memory(self) -> str | None:
+        """What the KV cache got of the device, and why; None where that was not measured."""
+        return f"KV cache {self._stats.kv_account}" if self._stats.kv_account else None
 
     def line(self) -> str | None:
         """One line, once there was a token."""

@@ -122,6 +122,7 @@ class Engine:
         self.stats.drafted_at = [0] * self.gamma
         self.stats.accepted_at = [0] * self.gamma
         self.stats.kv_blocks_total = limits.num_blocks
+        self.stats.kv_account = limits.kv_account
         if loaded.warm_up_seconds:
             self.stats.seconds["warm-up"] = loaded.warm_up_seconds
         self.stats.seconds["load"] = time.perf_counter() - begin - loaded.warm_up_seconds

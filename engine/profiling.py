@@ -253,8 +253,8 @@ class CostMeter:
             sequence.row, sequence.num_computed = row, context
             sequence.block_ids = self._pool.take(need)
             batch.append(sequence)
-        self._runner.start(batch)
         try:
+            self._runner.start(batch)
             yield batch
         finally:
             for sequence in batch:

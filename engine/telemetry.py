@@ -144,6 +144,9 @@ class EngineStats:
     waiting: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    kv_account: str = ""
+    """How KV memory came about, where it was measured."""
+
     schedule: ScheduleStats = field(default_factory=ScheduleStats)
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase: load, warm-up, capture, prefill, draft, verify, wait, host."""

@@ -42,12 +42,13 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_said_once_and_so_is_a_lack_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     stats = EngineStats()
     with Progress(Counts(), stats, startup=Startup(stats, process_started())):
-        stats.until_first_token = SPENT
+        stats.until_first_token, stats.kv_account = SPENT, "9.00 GiB of 24.00 GiB x ..."
         stats.out_of_memory, stats.max_num_seqs, stats.max_num_batched_tokens = 1, 12, 4096
         time.sleep(0.6)
         stats.out_of_memory = 2
     err = capsys.readouterr().err
     assert err.count("first token ") == 1
+    assert err.count("dspark: KV cache 9.00 GiB of 24.00 GiB x ...\n") == 1
     assert err.count("out of memory: going on with at most 12 requests at once and 4096") == 1
     with Progress(Counts(), stats, quiet=True, startup=Startup(stats, process_started())):
         pass

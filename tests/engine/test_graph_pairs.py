@@ -29,20 +29,36 @@ LONGEST = 400
 """Tokens after which rows start over."""
 
 
-Kind = Literal["bare", "plain", "few", "full"]
-"""A plain step without and with draft context, and rounds that verify few or all drafts."""
+Mode = Literal["off", "plain", "full", "compact"]
+"""off: no drafter at all; plain: it is fed but not asked."""
 
 
 class Turn(NamedTuple):
     """A round to make."""
 
     count: int
-    kind: Kind
+    mode: Mode
     hot: bool
 
 
-KINDS: tuple[Kind, ...] = ("bare", "plain", "few", "full")
-TURNS = [Turn(*t) for t in itertools.product((1, 3, 6, LARGEST), KINDS, (False, True))]
+def turns_of(counts: Items[int], modes: Items[Mode]) -> list[Turn]:
+    return [Turn(*t) for t in itertools.product(counts, modes, (False, True))]
+
+
+class Variant(NamedTuple):
+    """Sizes of captured rounds, and which rounds to make of them."""
+
+    tiers: list[int]
+    turns: list[Turn]
+
+
+VARIANTS = {
+    "exact": Variant(
+        list(range(1, LARGEST + 1)),
+        turns_of(range(1, LARGEST + 1), ("off", "full", "compact")),
+    ),
+    "padded": Variant([1, 2, 5, 8], turns_of((1, 3, 4, 7), ("off", "plain", "full", "compact"))),
+}
 
 
 def every_ordered_pair(items: Items[Turn]) -> Iterator[Turn]:
@@ -55,10 +71,11 @@ def every_ordered_pair(items: Items[Turn]) -> Iterator[Turn]:
     yield items[0]
 
 
-def test_the_cycle_has_every_ordered_pair() -> None:
-    cycle = list(every_ordered_pair(TURNS))
-    pairs = list(itertools.pairwise(cycle))
-    assert len(pairs) == len(set(pairs)) == len(TURNS) ** 2 == 32 * 32
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_cycle_has_every_ordered_pair(name: str) -> None:
+    turns = VARIANTS[name].turns
+    pairs = list(itertools.pairwise(every_ordered_pair(turns)))
+    assert len(pairs) == len(set(pairs)) == len(turns) ** 2 >= 32 * 32
 
 
 class Driver:
@@ -96,43 +113,26 @@ class Driver:
         assert len(self.sequences) == len(self._many)
 
     @torch.inference_mode()
-    def turn(self, rows: Items[int], kind: Kind, slots: int) -> list[list[int]]:
-        """A round of those rows in so many slots; per row its committed tokens."""
+    def turn(self, rows: Items[int], mode: Mode, plan: Plan) -> list[list[int]]:
+        """A round of those rows; per row: tokens committed, queries verified, and the tokens."""
         engine = self.engine
-        engine.runner.steps.speculating = kind != "bare"
+        engine.runner.steps.speculating = mode != "off"
         batch = [self.sequences[row] for row in rows]
         for sequence in batch:
             engine._scheduler._extend(sequence)
-        plan = plan_of(kind, len(rows), slots, engine.gamma)
         values = engine.runner.round(batch, plan).wait()
         width = 1 if plan.path == "plain" else engine.gamma + 1
         result = RoundResult.unpack(values, width)
-        lens = result.verify_lens.tolist()
-        assert sum(lens) == len(rows) + {
-            "few": len(rows) // 2,
-            "full": len(rows) * engine.gamma,
-        }.get(kind, 0)
-        committed = []
-        for sequence, count, ids, verify_len in zip(
-            batch, result.committed.tolist(), result.token_ids.tolist(), lens, strict=True
-        ):
-            assert 1 <= count <= verify_len
-            assert engine._commit(sequence, ids[:count], verify_len) == []
-            committed.append(ids[:count])
-        return committed
+        counts, lens = result.committed.tolist(), result.verify_lens.tolist()
+        ids = result.token_ids.tolist()
+        for sequence, count, length, tokens in zip(batch, counts, lens, ids, strict=True):
+            assert 1 <= count <= length
+            assert engine._commit(sequence, tokens[:count], length) == []
+        return [[n, m, *tokens] for n, m, tokens in zip(counts, lens, ids, strict=True)]
 
     @property
     def longest(self) -> int:
         return max(len(s.token_ids) for s in self.sequences.values())
-
-
-def plan_of(kind: Kind, num: int, slots: int, gamma: int) -> Plan:
-    """In `slots` slots; a compact round's tokens are padded to two a slot."""
-    if kind == "full":
-        return Plan("full", None, slots, slots * (gamma + 1))
-    if kind == "few":
-        return Plan("compact", num // 2, slots, 2 * slots)
-    return Plan("plain", None, slots, slots)
 
 
 def rows_for(turn: Turn, rng: random.Random) -> list[int]:
@@ -146,33 +146,38 @@ def rows_for(turn: Turn, rng: random.Random) -> list[int]:
     return rows
 
 
-def replay_every_pair(captured: Driver, eager: Driver, tiers: list[int]) -> None:
-    graphs = captured.engine.runner.graphs
+def plans_for(turn: Turn, gamma: int, tiers: list[int], rng: random.Random) -> tuple[Plan, Plan]:
+    """The same round with slots of a graph, and with none to spare."""
+    count = turn.count
+    slots = next(tier for tier in tiers if tier >= count)
+    if turn.mode in ("off", "plain"):
+        return Plan("plain", None, slots, slots), Plan("plain", None, count, count)
+    if turn.mode == "full":
+        whole = gamma + 1
+        return Plan("full", None, slots, slots * whole), Plan("full", None, count, count * whole)
+    tokens = 3 * slots
+    budget = rng.randint(0, min(tokens - count, count * gamma))
+    return Plan("compact", budget, slots, tokens), Plan("compact", budget, count, count + budget)
+
+
+def replay_every_pair(captured: Driver, eager: Driver, variant: Variant) -> None:
+    graphs, gamma = captured.engine.runner.graphs, captured.engine.gamma
     assert graphs is not None
     assert eager.engine.runner.graphs is None
-    rng = random.Random(0)
-    # rising sizes first: each finds its own tier uncaptured, and no larger one to use instead
-    turns = [*sorted(TURNS), *every_ordered_pair(TURNS)]
-    for i, turn in enumerate(turns):
+    rng, before = random.Random(0), None
+    shapes = set()
+    for i, turn in enumerate(every_ordered_pair(variant.turns)):
         rows = rows_for(turn, rng)
-        slots = next(tier for tier in tiers if tier >= len(rows))
-        got = captured.turn(rows, turn.kind, slots)
-        want = eager.turn(rows, turn.kind, len(rows))
-        assert got == want, f"{turn} after {turns[i - 1]}, turn {i}, rows {rows}"
-        if captured.longest > LONGEST:
+        padded, exact = plans_for(turn, gamma, variant.tiers, rng)
+        got = captured.turn(rows, turn.mode, padded)
+        want = eager.turn(rows, turn.mode, exact)
+        assert got == want, f"{turn} after {before}, turn {i}, rows {rows}"
+        if max(captured.longest, eager.longest) > LONGEST:
             captured.start()
             eager.start()
-    used = {next(tier for tier in tiers if tier >= turn.count) for turn in TURNS}
-    kinds = {
-        (needs.speculating, needs.sampled, path, requests)
-        for needs, graphs_of in graphs._verifies.items()
-        for path, requests, _ in graphs_of
-    }
-    # bare and plain steps, few and all drafts; greedy and sampled
-    assert len(kinds) == 4 * 2 * len(used)
-
-
-TIERS = {"exact": [1, 3, 6, 8], "padded": [2, 5, 7, 10]}
+        before = turn
+        shapes.add((turn.mode != "off", turn.hot, padded.path, padded.requests, padded.tokens))
+    assert len(shapes) == sum(map(len, graphs._verifies.values())), "each was captured once"
 
 
 def engine_of(target: str, draft: str, device: str, *, eager: bool) -> Engine:
@@ -201,25 +206,25 @@ def test_on_the_host(tmp_path: Path) -> None:
     )
     captured, eager = (engine_of(*pair, "cpu", eager=True) for _ in range(2))
     use_host_graphs(captured)
-    replay_every_pair(Driver(captured, 128), Driver(eager, 128), TIERS["padded"])
+    replay_every_pair(Driver(captured, 128), Driver(eager, 128), VARIANTS["padded"])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("markov", ["vanilla", "rnn"])
-def test_tiny_networks_on_a_gpu(tmp_path: Path, tiers: str, markov: str) -> None:
+def test_tiny_networks_on_a_gpu(tmp_path: Path, variant: str, markov: str) -> None:
     pair = (
         str(write_target(tmp_path / "t", "Qwen3ForCausalLM")),
         str(write_draft(tmp_path / "d", markov=markov)),
     )
     captured, eager = (engine_of(*pair, "cuda", eager=e) for e in (False, True))
-    replay_every_pair(Driver(captured, 128), Driver(eager, 128), TIERS[tiers])
+    replay_every_pair(Driver(captured, 128), Driver(eager, 128), VARIANTS[variant])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiers", TIERS)
-def test_the_demo_pair_on_a_gpu(tiers: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_demo_pair_on_a_gpu(variant: str) -> None:
     """Real drafts: rounds keep several tokens, and rows move by unequal steps."""
     captured, eager = (engine_of("demo", "demo", "cuda", eager=e) for e in (False, True))
-    replay_every_pair(Driver(captured, 900), Driver(eager, 900), TIERS[tiers])
-    assert eager.stats.acceptance_length > 1.2
+    replay_every_pair(Driver(captured, 900), Driver(eager, 900), VARIANTS[variant])
+    assert eager.stats.acceptance_length > 1.1

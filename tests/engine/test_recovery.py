@@ -16,7 +16,7 @@ from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
 from engine.runner.out_of_memory import is_out_of_memory
 from tests.helpers.checkpoints import write_draft, write_target
-from tests.helpers.engines import make_engine, outputs, prompts, requests
+from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests
 from tests.helpers.host_graphs import use_host_graphs
 
 GREEDY = SamplingParams(max_tokens=24)
@@ -116,6 +116,7 @@ def make(pair: tuple[Path, Path], *, graphs: bool, late: bool, **sizes: Any) -> 
     late=st.booleans(),
     graphs=st.booleans(),
     kind=st.sampled_from(["greedy", "sampled"]),
+    any_plan=st.booleans(),
 )
 def test_outputs_are_those_of_an_undisturbed_run(
     pair: tuple[Path, Path],
@@ -126,11 +127,14 @@ def test_outputs_are_those_of_an_undisturbed_run(
     late: bool,
     graphs: bool,
     kind: str,
+    any_plan: bool,
 ) -> None:
     engine = make(pair, graphs=graphs or place == "capture", late=late)
     params = {"greedy": GREEDY, "sampled": SAMPLED}[kind]
     if kind == "greedy":
         teach_rows(engine, wanted[kind], 0.7)
+        if any_plan:  # which drafts are verified decides which noise a sampled token is made with
+            randomise(engine, seed=1)
     trouble = Trouble(engine, place, when, after)
     assert outputs(engine, requests(prompts(10), params)) == wanted[kind]
     stats = engine.stats
@@ -202,6 +206,23 @@ def test_measuring_wants_the_batch_it_asked_for(pair: tuple[Path, Path]) -> None
         engine.step()
     engine.abandon()
     assert len(outputs(engine, requests(prompts(3), GREEDY))) == 3
+
+
+@pytest.mark.parametrize("place", ["draft", "verify", "start", "capture"])
+def test_a_shortage_while_costs_are_measured(
+    pair: tuple[Path, Path], wanted: dict[str, dict[str, tuple[int, ...]]], place: str
+) -> None:
+    """Costs of fewer requests are known then; those of more follow in proportion."""
+    engine = make_engine(*pair, max_num_seqs=6, verify="lagged")
+    graphs = use_host_graphs(engine)
+    Trouble(engine, place, {2, 3}, late=False)
+    assert outputs(engine, requests(prompts(10), GREEDY)) == wanted["greedy"]
+    assert engine.decisions.table is not None
+    assert engine.decisions.table.max_requests < 6
+    assert graphs.count > 0
+    before = dict(engine.stats.seconds)
+    assert outputs(engine, requests(prompts(10), GREEDY)) == wanted["greedy"]
+    assert engine.stats.seconds["warm-up"] == before["warm-up"], "not measured again"
 
 
 def test_other_errors_are_not_taken_for_it(pair: tuple[Path, Path]) -> None:
