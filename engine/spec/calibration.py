@@ -2,12 +2,14 @@
 
     survival[n, k] = prod_{i <= k} sigmoid(logit[n, i] / temperature[i] + shift[i])
 
-Position by position from the left, with those before it fixed: logistic regression on the rounds
-that kept every draft before k, then the temperature nearby that brings the survival closest to how
-often the drafts up to k stayed, by expected calibration error (ECE), over bins of equal width,
+Position by position from the left, logistic regression on the rounds that kept every draft before
+k: those are the ones its confidence is about. The result is judged on other rows by the expected
+calibration error (ECE) of the running product, over bins of equal width,
 
     ECE = sum over bins of |sum of survivals - drafts that stayed| / drafts
 
+(Taking the temperature with the least ECE of the fitted rows, as STS does, was no better on others:
+2.4 % against 2.3 % from 2,200 rounds, 2.0 % against 1.9 % from 5,600.)
 STS alone has no shift. Heads are trained on how likely a sampled draft is to stay, and are too
 modest about greedy ones all along: no temperature mends that, since it leaves 1/2 where it is.
 """
@@ -27,7 +29,6 @@ Bools = NDArray[np.bool_]
 
 SCHEMA, SCHEMA_VERSION = "dspark/calibration", 1
 BINS = 15
-_NEARBY = np.logspace(-0.2, 0.2, 21)
 _RIDGE = 1.0
 """Pull towards temperature 1 and shift 0, in rounds: for positions that few rounds reach."""
 
@@ -85,17 +86,10 @@ def fit(logits: Floats, committed: NDArray[np.int64]) -> Scale:
     if count == 0:
         raise ValueError("logits: no rounds to fit")
     scale = Scale.identity(gamma)
-    before = np.ones(count)
     for k in range(gamma):
-        column, stayed = logits[:, k], committed > k + 1
         reached = committed > k
-        slope, shift = _regress(column[reached], stayed[reached])
-        options = [_sigmoid(column * slope / near + shift) * before for near in (1.0, *_NEARBY)]
-        # as it is comes first: of equal errors the least change
-        best = int(np.argmin([ece(survival, stayed) for survival in options]))
-        scale.temperatures[k] = (1.0, *_NEARBY)[best] / slope
-        scale.shifts[k] = shift
-        before = options[best]
+        slope, shift = _regress(logits[reached, k], committed[reached] > k + 1)
+        scale.temperatures[k], scale.shifts[k] = 1.0 / slope, shift
     return scale
 
 
