@@ -134,7 +134,7 @@ class Acceptance:
     """Rounds whose bonus token was kept."""
 
     undrafted_steps: int
-    """Rounds with nothing to check: steps, but no evidence about the drafter."""
+    """Steps after a request's first that had nothing to check: no evidence about the drafter."""
 
     length_per_request: float | None
     """Mean over requests of committed / rounds."""
@@ -188,6 +188,7 @@ def acceptance(completions: Iterable[Completion]) -> Acceptance:
     Raises:
         IdentityError: The rounds contradict themselves.
     """
+    completions = list(completions)
     every = [done.rounds for done in completions]
     requests = [kept for each in every if (kept := [r for r in each if r.drafted > 0])]
     rounds = [r for kept in requests for r in kept]
@@ -205,7 +206,7 @@ def acceptance(completions: Iterable[Completion]) -> Acceptance:
         accepted=sum(r.accepted for r in rounds),
         committed=sum(r.committed for r in rounds),
         bonus=sum(r.committed - r.accepted for r in rounds),
-        undrafted_steps=sum(map(len, every)) - len(rounds),
+        undrafted_steps=sum(map(_num_steps, completions)) - len(rounds),
         length_per_request=ratio(sum(c / n for c, n in sums), len(sums)),
         length_interval=_ratio_interval(sums),
         histogram=tuple(histogram),
@@ -213,6 +214,11 @@ def acceptance(completions: Iterable[Completion]) -> Acceptance:
     )
     _check_acceptance(result)
     return result
+
+
+def _num_steps(done: Completion) -> int:
+    """Steps after the prefill; those without drafts are known where times are."""
+    return max(len(done.timing.commits) - 1, len(done.rounds))
 
 
 def _position(rounds: Sequence[Round], at: int) -> Position:

@@ -36,7 +36,10 @@ def test_gsm8k_drafted_and_plain(tmp_path: Path) -> None:
     assert found["output_tokens"] == found["plain"]["output_tokens"]
     accepted = found["acceptance"]
     assert sum(accepted["histogram_of_committed"]) == accepted["rounds"]
-    assert found["output_tokens"] == accepted["committed"] + 200  # each row's first token
+    # each row's first token, and one a step that verified no drafts of that row
+    alone = 200 + accepted["undrafted_steps"]
+    assert found["output_tokens"] == accepted["committed"] + alone
+    assert accepted["undrafted_steps"] < accepted["rounds"]
     again = [*given, "--gate", "al>=8.5", "--out", str(tmp_path)]
     assert dspark(*again) == 4
     assert summary(tmp_path)["resumed_requests"] == 200
