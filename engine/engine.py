@@ -14,7 +14,7 @@ from engine.config import EngineConfig, VerifyMode
 from engine.dist.group import Group
 from engine.errors import CapacityError, ConfigError, DSparkError, RequestError
 from engine.kv.blocks import BlockPool
-from engine.lockstep import Lockstep
+from engine.lockstep import Lockstep, compare_limits, part
 from engine.outcomes import Output, check_request, complete, not_finite
 from engine.planning import Decisions
 from engine.recovery import Shortage, Shrinking
@@ -27,16 +27,8 @@ from engine.runner.rows import Rows
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence
 from engine.spec.cost_table import CostTable
-from engine.spec.tiers import Tiers
 from engine.telemetry import EngineStats, RoundRecord
 from engine.text import StopMatcher, Tokenizer
-
-
-def _part(group: Group, runner: ModelRunner) -> None:
-    """Send the other ranks away, and let go of what connects this one to them."""
-    if group.size > 1 and runner.graphs is not None:
-        runner.graphs.clear()
-    group.close()
 
 
 class Engine:
@@ -95,15 +87,9 @@ class Engine:
             graph_pool_bytes=limits.graph_pool_bytes,
         )
         early.detach()
-        self._close = weakref.finalize(self, _part, loaded.group, self.runner)
+        self._close = weakref.finalize(self, part, loaded.group, self.runner)
         self.runner.steps.synthetic_acceptance = config.synthetic_acceptance
-        tiers = Tiers(limits.max_num_seqs, self.gamma)
-        loaded.group.compare(
-            {
-                "limits": str(replace(limits, graph_pool_bytes=0)),  # that is a rank's own
-                "graph tiers": f"{tiers.requests}, {tiers.widths}",
-            }
-        )
+        compare_limits(loaded.group, limits, self.gamma)
         steps, asked = self.runner.steps, config.sharded_loop
         steps.sharded_from = choose_loop(steps, loaded.group, asked, limits.max_num_seqs)
         self.decisions = Decisions(

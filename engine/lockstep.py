@@ -6,9 +6,40 @@ an engine between steps is noted, and told together with the next thing that nee
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from engine.dist.group import Group
+from engine.runner.model_runner import ModelRunner
+from engine.spec.tiers import Tiers
+from engine.worker import Limits
+
+
+def compare_limits(group: Group, limits: Limits, gamma: int) -> None:
+    """Refuse ranks whose steps would have other shapes.
+
+    Args:
+        group: The ranks.
+        limits: This rank's.
+        gamma: Draft tokens a round.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    tiers = Tiers(limits.max_num_seqs, gamma)
+    group.compare(
+        {
+            "limits": str(replace(limits, graph_pool_bytes=0)),  # that is a rank's own
+            "graph tiers": f"{tiers.requests}, {tiers.widths}",
+        }
+    )
+
+
+def part(group: Group, runner: ModelRunner) -> None:
+    """Send the other ranks away, and let go of what connects this one to them."""
+    if group.size > 1 and runner.graphs is not None:
+        runner.graphs.clear()
+    group.close()
 
 
 class Lockstep:

@@ -193,8 +193,10 @@ class CostMeter:
     def _time(self, work: Callable[[], T]) -> tuple[float, T]:
         """Milliseconds between events on a CUDA device, else of the thread or of wall time."""
         if not self._on_gpu:
-            # what other programs take is not of the round; with several threads there is no telling
-            clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+            # what other programs take is not of the round; with several threads there is no
+            # telling, and waits for other ranks are of it
+            alone = torch.get_num_threads() == 1 and self._runner.net.ranks.size == 1
+            clock = time.thread_time if alone else time.perf_counter
             begin = clock()
             out = work()
             return (clock() - begin) * 1e3, out

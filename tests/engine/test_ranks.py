@@ -17,7 +17,7 @@ from engine import Engine, Request, SamplingParams
 from engine.runner.batch import Members
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.distributed import Ranks, run_ranks
-from tests.helpers.engines import make_engine, outputs, prompts, requests, teach
+from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests, teach
 
 SHAPE: dict[str, Any] = {"num_heads": 12, "num_kv_heads": 12, "hidden_size": 96}
 PER_BLOCK = 2 * 4 * 12 * 8 * 4 * (3 + 2)  # K and V, tokens, heads, dim, bytes, layers
@@ -37,6 +37,8 @@ class Case:
     """Let the drafts be right this often; None: as they are."""
 
     preempts: bool = False
+    plans: int | None = None
+    """Let rank 0 plan at random, from this seed."""
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +56,14 @@ def play(ranks: Ranks, target: Path, cases: list[Case]) -> None:
         engine = make_engine(target, case.draft, group=ranks.group(), **case.settings)
         if case.hit_rate is not None:
             teach(engine, case.want, case.hit_rate)
+        if case.plans is not None and ranks.rank == 0:
+            randomise(engine, case.plans)
         if ranks.rank:
             engine.mirror()
             continue
         assert outputs(engine, case.many) == case.want, case.name
         assert (engine.stats.preemptions > 0) == case.preempts, case.name
-        if case.hit_rate is not None:
+        if case.hit_rate is not None and case.plans is None:
             assert engine.stats.acceptance_length > 2.0, case.name
         engine.close()
 
@@ -67,15 +71,16 @@ def play(ranks: Ranks, target: Path, cases: list[Case]) -> None:
 @pytest.mark.parametrize(
     ("size", "chosen"),
     [
-        (2, ("no draft", "greedy on 5", "greedy off 5", "preempted on", "rnn off")),
-        (3, ("greedy on 1", "vanilla on", "rnn on", "preempted off")),
-        (4, ("greedy on 2", "greedy off 9", "vanilla off")),
+        (2, ("no draft", "greedy on 5", "greedy off 5", "preempted on", "rnn off", "lagged on")),
+        (3, ("greedy on 1", "vanilla on", "rnn on", "preempted off", "random on", "sync off")),
+        (4, ("greedy on 2", "greedy off 9", "vanilla off", "random off")),
     ],
 )
 def test_greedy_and_seeded_outputs_are_those_of_one_rank(
     target: Path, draft: Path, cases: dict[str, Case], size: int, chosen: tuple[str, ...]
 ) -> None:
-    """Sharded and replicated, batches smaller than the ranks, uneven ones, preemption, plain."""
+    """Sharded and replicated, batches smaller than the ranks, uneven ones, preemption, plain, any
+    plan: of those rank 0 decides, whatever the others would."""
     # the memory a rank is given is for its share of the heads
     dealt = [
         replace(cases[name], settings=share_memory(cases[name].settings, size)) for name in chosen
@@ -107,6 +112,11 @@ def cases(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -
             settings = {"max_num_seqs": 4, "sharded_loop": loop, "max_num_batched_tokens": 11}
             want = outputs(make_engine(target, path), mixed)
             many.append(Case(f"{name} {loop}", path, mixed, want, settings))
+        for verify in ("lagged", "sync"):
+            settings = {"max_num_seqs": 6, "sharded_loop": loop, "verify": verify}
+            many.append(Case(f"{verify} {loop}", draft, greedy, plain, settings))
+        settings = {"max_num_seqs": 7, "sharded_loop": loop}
+        many.append(Case(f"random {loop}", draft, greedy, plain, settings, 0.7, plans=3))
         settings = {
             "max_num_seqs": 9,
             "max_model_len": 64,
