@@ -30,6 +30,9 @@ class Sequence:
     request: Request
     matcher: StopMatcher | None = None
     token_ids: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    """Prompt tokens."""
+
     num_computed: int = 0
     row: int = -1
     epoch: int = 0
@@ -55,11 +58,7 @@ class Sequence:
     def __post_init__(self) -> None:
         """Start from the prompt."""
         self.token_ids = list(self.request.prompt_token_ids)
-
-    @property
-    def num_prompt(self) -> int:
-        """Prompt tokens."""
-        return len(self.request.prompt_token_ids)
+        self.num_prompt = len(self.token_ids)
 
     @property
     def num_output(self) -> int:
@@ -69,7 +68,8 @@ class Sequence:
     @property
     def prefill_end(self) -> int:
         """Tokens to compute before decoding: the prompt, or all but the anchor after preemption."""
-        return self.num_prompt if self.num_output == 0 else len(self.token_ids) - 1
+        num_tokens = len(self.token_ids)
+        return num_tokens if num_tokens == self.num_prompt else num_tokens - 1
 
     @property
     def decoding(self) -> bool:
@@ -101,7 +101,7 @@ class Sequence:
         Returns:
             How many tokens were kept, and the end, if one came.
         """
-        params = self.request.params
+        params, room = self.request.params, self.room(max_model_len)
         for kept, token in enumerate(tokens, start=1):
             self.token_ids.append(token)
             match = self.matcher.push(token) if self.matcher is not None else None
@@ -110,6 +110,6 @@ class Sequence:
             is_eos = token in eos_token_ids and not params.ignore_eos
             if is_eos or token in params.stop_token_ids:
                 return kept, End(FinishReason.STOP, token, None)
-            if self.room(max_model_len) <= 0:
+            if kept >= room:
                 return kept, End(FinishReason.LENGTH, None, None)
         return len(tokens), None
