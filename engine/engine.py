@@ -27,6 +27,7 @@ from engine.runner.rows import Rows
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence
 from engine.spec.cost_table import CostTable
+from engine.spec.planner import Decided
 from engine.telemetry import EngineStats, RoundRecord
 from engine.text import StopMatcher, Tokenizer
 
@@ -102,6 +103,9 @@ class Engine:
             loaded.group,
         )
         self._launched: list[Launched] = []
+        self._only_round: Decided | None = None
+        """The round of a turn without a prefill."""
+
         """Steps whose results the host has not taken in."""
 
         self._shrinking = Shrinking(self._scheduler, self.stats)
@@ -303,6 +307,7 @@ class Engine:
     def _step(self) -> list[Output]:
         begin, occupied = time.perf_counter(), self.runner.clock.occupied()
         before, self._launched = self._launched, []
+        self._only_round = None
         finished: list[Output] = []
         shortage = self._launch(begin, finished)
         finished += self._take(before)
@@ -314,6 +319,8 @@ class Engine:
         self._count()
         host = time.perf_counter() - begin - (self.runner.clock.occupied() - occupied)
         self.stats.seconds["host"] = self.stats.seconds.get("host", 0.0) + host
+        if self._only_round is not None and all(x.decided for x in before):
+            self.decisions.note_host(self._only_round, host)
         return finished
 
     def _launch(self, now: float, finished: list[Output]) -> Shortage | None:
@@ -334,8 +341,10 @@ class Engine:
                 finished += self._take_if_done()
                 self._shrinking.fits(kind)
             if batch := self._scheduler.decoding():
+                alone = not kind
                 kind, members = "round", batch
-                self._round(batch)
+                decided = self._round(batch)
+                self._only_round = decided if alone else None
                 finished += self._take_if_done()
                 self._shrinking.fits(kind)
         except RuntimeError as error:
@@ -364,7 +373,7 @@ class Engine:
             self._scheduler.advance(chunk.sequence, chunk.start + chunk.count)
         self._launched.append(Launched(fresh, pending))
 
-    def _round(self, batch: list[Sequence]) -> None:
+    def _round(self, batch: list[Sequence]) -> Decided:
         """Decide and launch a round."""
         begin = time.perf_counter()
         decided = self.decisions.decide(batch)
@@ -374,6 +383,7 @@ class Engine:
         self.decisions.count(decided)
         members = [(s, s.epoch) for s in batch]
         self._launched.append(Launched(members, pending, decided, begin, time.perf_counter()))
+        return decided
 
     def _take_if_done(self) -> list[Output]:
         if self.runner.overlapped:

@@ -25,6 +25,7 @@ from engine.runner.pending import Launched, RoundResult
 from engine.sequence import Sequence
 from engine.spec.calibration import Calibration
 from engine.spec.cost_table import CostTable
+from engine.spec.host_times import HostTimes
 from engine.spec.plan import Plan
 from engine.spec.planner import Batch, Decided, Outcome, Planner
 from engine.spec.tiers import Tiers
@@ -96,6 +97,7 @@ class Decisions:
             None if runner.graphs is None else Tiers(runner.rows.spare, gamma),
             fill=config.fill_tiers,
             per_request=self._has_survival,
+            host=HostTimes(overlapped=runner.overlapped),
         )
 
     def _read(self, config: EngineConfig, fingerprint: dict[str, str]) -> CostTable | None:
@@ -225,6 +227,11 @@ class Decisions:
                 survival = self._runner.survival(drafts, decided.num_reqs)
             plan = self.planner.replan(decided.plan, survival, decided.batch.kv_tokens)
         return replace(decided, plan=self._tell(plan), predicted=self.planner.predicted)
+
+    def note_host(self, decided: Decided, seconds: float) -> None:
+        """The host took `seconds` for a turn with this round and nothing else."""
+        drafted = decided.plan.path != "plain"
+        self.planner.host.note(decided.num_reqs, seconds * 1e3, drafted=drafted)
 
     def count(self, decided: Decided) -> None:
         """Count a plan that is carried out."""
