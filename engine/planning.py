@@ -84,7 +84,7 @@ class Decisions:
         with group.starting():
             table = self._read(config, fingerprint) if group.rank == 0 else None
             scale = runner.steps.temperatures, runner.steps.shifts
-            told = group.tell([x.tolist() for x in scale])
+            told = group.share([x.tolist() for x in scale])
         for x, values in zip(scale, told, strict=True):
             x.copy_(torch.tensor(values))
         self._measured = config.cost_table is None

@@ -162,6 +162,7 @@ def _nccl(
     if all(control.exchange(library is not None)) and library is not None:
         name = control.tell(library.unique_id() if rank == 0 else None)
         return PyNccl(library, rank, size, name, device)
+    _log.info("exchanges go through torch.distributed: torch has loaded no libnccl of its own")
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=STEP_TIMEOUT_S)
     backend = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options)

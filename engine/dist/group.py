@@ -39,7 +39,7 @@ class Group:
         """Ends the processes this one has started; True: at once."""
 
         self._lock = threading.Lock()
-        self._in_step = False
+        self._halfway = False
         self._open = True
 
     @property
@@ -65,9 +65,12 @@ class Group:
     def starting(self) -> Iterator[None]:
         """A context for what every rank does before the first step: they all succeed, or all fail.
 
+        Inside, ranks meet in `share`, `least` and `compare` alone: there a failure is heard of.
+
         Raises:
             DSparkError: This rank's error, or another one's.
         """
+        self._halfway = True
         try:
             yield
             self.control.exchange("started")
@@ -76,6 +79,7 @@ class Group:
         except Exception as error:
             self.control.fail(error)
             raise
+        self._halfway = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -88,7 +92,7 @@ class Group:
             yield
             return
         self._watch.check()
-        self._in_step = True
+        self._halfway = True
         try:
             yield
         except DSparkError:
@@ -96,13 +100,17 @@ class Group:
         except RuntimeError as error:  # what gloo and NCCL raise
             raise self._watch.explain(error) from error
         self._watch.check()
-        self._in_step = False
+        self._halfway = False
 
     def tell(self, message: Any) -> Any:
         """Rank 0's message, on every rank."""
         if not self._open:
             raise DSparkError("the other ranks have been sent away", "make a new engine")
         return self.control.tell(message)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; what others give is ignored."""
+        return self.control.exchange(value)[0]
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
@@ -136,7 +144,7 @@ class Group:
             if not self._open:
                 return
             self._open = False
-        broken = self._in_step
+        broken = self._halfway
         if self._watch is not None:
             self._watch.close()
         if self.leads and not broken:

@@ -240,3 +240,13 @@ def test_bench_collectives_times_every_exchange(folder: Path) -> None:
     alone = run_command(*command[:4], "--device", "cpu", cwd=folder)
     assert alone.returncode == 2
     assert "give -tp 2 or more" in alone.stderr
+
+
+def test_a_file_that_rank_0_alone_reads_and_refuses_ends_all_ranks(folder: Path) -> None:
+    """The others waited for what it would tell, and it for them: nobody ended."""
+    command = [*COMMAND, "--limit", "1", "-o", "out.jsonl", "-tp", "2"]
+    command[command.index("all")] = "lagged"
+    done = run_command(*command, "--cost-table", "in.jsonl", cwd=folder, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1
+    assert "--cost-table in.jsonl" in done.stderr

@@ -14,6 +14,7 @@ def messages(ranks: Ranks) -> None:
         text = "é\ud800" + "x" * length
         assert group.tell({"text": text} if ranks.rank == 0 else None) == {"text": text}
     assert group.control.exchange("ab" * ranks.rank) == ["ab" * r for r in range(ranks.size)]
+    assert group.share("mine" if ranks.rank == 0 else None) == "mine"
     assert group.least(10 - ranks.rank) == 11 - ranks.size
 
 
