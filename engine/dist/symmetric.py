@@ -45,6 +45,10 @@ class Symmetric:
             raise RuntimeError("this torch has no all-reduce through symmetric memory")
         self._name = name
         _SymmetricMemory.set_group_info(name, base.rank, base.size, store)
+        # torch 2.11 looks ranks and store up in a process group of that name instead; it never
+        # communicates
+        self._group = torch.distributed.ProcessGroup(store, base.rank, base.size)
+        _registry()._register_process_group(name, self._group)
         here = torch.device("cuda", torch.cuda.current_device())
         self._buffer = _SymmetricMemory.empty_strided_p2p((SIZES[-1],), (1,), torch.uint8, here)
         self._mapped = _SymmetricMemory.rendezvous(self._buffer, name)
@@ -140,4 +144,12 @@ class Symmetric:
 
     def abort(self) -> None:
         """Let go of the base's exchanges; ways through mapped memory wait for no library."""
+        _registry()._unregister_process_group(self._name)
         self._base.abort()
+
+
+def _registry() -> Any:
+    """Where torch finds process groups by name."""
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
