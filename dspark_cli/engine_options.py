@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from dspark_cli.options import MEMORY, MODEL, SPECULATION, option
 from dspark_cli.parsers import real, size, whole
-from engine.config import EngineConfig
+from engine.config import MAX_THREADS, EngineConfig
 from engine.errors import ConfigError
 
 
@@ -186,8 +186,8 @@ Threads = Annotated[
     int | None,
     option(
         MEMORY,
-        "CPU threads of a process. Default: the cores at hand.",
-        parser=whole(1),
+        "CPU threads of a process. Default: 1 or the cores at hand, whichever is faster.",
+        parser=whole(1, MAX_THREADS),
         metavar="N",
     ),
 ]

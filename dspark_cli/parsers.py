@@ -67,11 +67,24 @@ def counts(text: str) -> str:
     Raises:
         typer.BadParameter: They are not numbers, or one is out of range.
     """
+    return _counts(text, MAX_COUNT)
+
+
+def counts_to(high: int) -> Callable[[str], str]:
+    """As `counts`, none above `high`."""
+
+    def sizes(text: str) -> str:
+        return _counts(text, high)
+
+    return sizes
+
+
+def _counts(text: str, high: int) -> str:
     try:
         found = {int(part) for part in text.split(",")}
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of numbers; write 1,2,4,8") from None
-    number = whole(1)
+    number = whole(1, high)
     return ",".join(str(number(each)) for each in sorted(found))
 
 

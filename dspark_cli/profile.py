@@ -11,11 +11,12 @@ from dspark_cli.fingerprint import dspark_version
 from dspark_cli.options import MEASURE, REPORT, Debug, Quiet, option
 from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
-from dspark_cli.parsers import counts, whole
+from dspark_cli.parsers import counts, counts_to, whole
 from dspark_cli.progress import LoadProgress
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
+MAX_REQUESTS = 65536
 Output = Annotated[
     Path,
     option(REPORT, "Cost table to write, JSON.", "--output", "-o", metavar="FILE", dir_okay=False),
@@ -26,7 +27,7 @@ Requests = Annotated[
         MEASURE,
         "Batch sizes to measure; those between are interpolated. Default: 1 to 32 on cpu, to 256 "
         "on cuda.",
-        parser=counts,
+        parser=counts_to(MAX_REQUESTS),
         metavar="N,N,...",
     ),
 ]
@@ -79,6 +80,18 @@ class ProfileOptions(EngineOptions):
         return super().engine_config(max_num_seqs=most, **derived)
 
 
+def _check_widths(widths: list[int], gamma: int) -> None:
+    """Refuse what no round verifies."""
+    bad = [w for w in widths if not 2 <= w <= gamma + 1]
+    # the default is for any drafter
+    if bad and widths != [int(part) for part in ProfileOptions.widths.split(",")]:
+        raise ConfigError(
+            f"--widths {bad[0]} is out of range; a round of this drafter verifies 2 to {gamma + 1} "
+            "tokens per request",
+            f"give numbers from 2 to {gamma + 1}",
+        )
+
+
 def profile(**values: Any) -> None:
     """Measure draft passes, plain steps and verification by batch size and verify tokens.
 
@@ -93,6 +106,7 @@ def profile(**values: Any) -> None:
         engine = backend.load_engine(config, progress)
         sizes = given.sizes(engine.config.device == "cuda")
         widths = [int(part) for part in given.widths.split(",")]
+        _check_widths(widths, engine.gamma)
         table = engine.profile(sizes, widths, given.repeats)
     finally:
         progress.close()

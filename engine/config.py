@@ -11,6 +11,7 @@ ShardedLoop = Literal["auto", "on", "off"]
 AllReduce = Literal["auto", "nccl"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 VerifyMode = Literal["all", "lagged", "sync"]
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the CLI reads defaults off the class
@@ -75,7 +76,8 @@ class EngineConfig:
     """On cuda: launch every kernel of a round instead of replaying captured graphs."""
 
     threads: int | None = None
-    """CPU threads of a rank; None: the cores this process may use, shared by its ranks."""
+    """CPU threads of a rank, at most MAX_THREADS; None: as many as the cost table was measured
+    with, else 1 or the cores this process may use, shared by its ranks, whichever is faster."""
 
     tensor_parallel_size: int | None = None
     """Processes that share the model, a CUDA device each; None: what torchrun has started, or 1."""

@@ -129,6 +129,7 @@ class CostMeter:
         tiers = None if graphs is None else Tiers(self._runner.rows.spare, self._gamma)
         return {
             "repeats": repeats,
+            "threads": None if self._on_gpu else torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": metadata.version("triton"),

@@ -229,5 +229,7 @@ def check_fingerprint(
         what = "; ".join(f"{n} is {ours.get(n)} here, {theirs.get(n)} there" for n in differ)
         raise ConfigError(
             f"{option}: the file was made for something else: {what}",
-            f"make one for this pair and device: {command}",
+            "give --threads as there"
+            if differ == ["device"] and "threads" in theirs["device"]
+            else f"make one for this pair and device: {command}",
         )
