@@ -25,8 +25,8 @@ lint: .venv/.tested
 check: .venv/.tested
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not alone"
 	$(BIN)/pytest -q -m alone
-	@# A process of its own: an out-of-bounds store in the interpreter takes its process down.
-	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/engine/kernels
+	@# Processes of their own: an out-of-bounds store in the interpreter takes its process down.
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/engine/kernels
 
 .venv/.installed: pyproject.toml
 	@echo "== making .venv with $$($(PYTHON) --version)"

@@ -104,7 +104,7 @@ def make(pair: tuple[Path, Path], *, graphs: bool, late: bool, **sizes: Any) -> 
     return engine
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     place=st.sampled_from(PLACES),
     # twice in a row at first: 3 requests become 1, and 1 again. A lone one may not fail twice, so a
