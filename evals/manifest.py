@@ -1,13 +1,11 @@
 """What is needed to run a measurement again and get the same: versions, device, command, hashes."""
 
-import hashlib
 import platform
 import shlex
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("dspark", "torch", "triton", "transformers", "tokenizers", "numpy")
@@ -66,12 +64,3 @@ def describe_device(device: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return {"type": device, "machine": platform.machine(), "threads": torch.get_num_threads()}
-
-
-def sha256_of(path: Path) -> str:
-    """Digest of a file's bytes."""
-    total = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            total.update(piece)
-    return total.hexdigest()

@@ -31,11 +31,6 @@ class Processes:
         self._stopping = False
         self._children = [self._start({**boot, "rank": rank}) for rank in range(1, size)]
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, of ranks 1, 2, ..."""
-        return [child.pid for child in self._children]
-
     def stop(self, at_once: bool) -> None:
         """Wait for ranks that were told to leave, then kill.
 

@@ -97,12 +97,6 @@ class Checkpoint:
         file = self._check(name, shape, dtype)
         return self._deliver(name, _read(file, name, part), dtype, device)
 
-    def take_optional(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str
-    ) -> torch.Tensor | None:
-        """As `take`, but None when the file has no such tensor."""
-        return self.take(name, shape, dtype=dtype, device=device) if self.has(name) else None
-
     def check_copy(self, name: str, of: str, part: Part | None = None) -> None:
         """Use up a tensor that must repeat another one, e.g. the lm_head of a tied target.
 
