@@ -7,7 +7,9 @@ beside its products, and every launch saved is 2 to 3 of them.
 
 Where programs are too few to fill the device the two ops are better: they share the keys out. To
 let the last program to finish join the shares here was slower than their second launch (H200, one
-request: a round 6.24 ms, two ops 6.14; eight requests without shares: 6.27 and 6.41).
+request: a round 6.24 ms, two ops 6.14; eight requests without shares: 6.27 and 6.41). Where they
+wait for memory alone the launch saved is nothing beside it (256 requests, 250 keys: one query 90 us,
+two ops 80; eight 110 and 109).
 
 Reads each request's KV once, 2 * sum(seq_len) * K * D values, and 2 * T * (Q + K) * D more.
 """
@@ -101,8 +103,9 @@ def fits(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> boo
 
 
 def _fills(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
-    """Are there programs for a third of the multiprocessors?"""
-    return 3 * len(batch.seq_lens) * k_cache.shape[1] >= num_sms(qkv)
+    """Are there programs for a third of the multiprocessors, and not more than 8 for each?"""
+    programs, processors = len(batch.seq_lens) * k_cache.shape[1], num_sms(qkv)
+    return processors <= 3 * programs and programs <= 8 * processors
 
 
 def rope_attention_triton(

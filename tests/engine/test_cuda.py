@@ -55,7 +55,7 @@ def test_any_plan_gives_the_cpus_tokens(tmp_path: Path, eager: bool) -> None:
         assert outputs(engine, requests(prompts(12))) == want
     done = engine.stats.schedule
     assert min(done.rounds.values()) > 5
-    assert done.captures == 0 if eager else done.captures > 10
+    assert done.captures == 0 if eager else done.captures > 3
     assert (done.eager > 0) == eager
 
 
