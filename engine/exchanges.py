@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.dist.collectives import Collectives
 from engine.dist.connect import lead
 from engine.dist.group import Group
-from engine.dist.symmetric import Symmetric
+from engine.dist.mapped import SIZES, Mapped
 from engine.dist.timing import milliseconds
 from engine.dist.torchrun import launched, resolve_size
 from engine.errors import ConfigError
@@ -137,19 +137,23 @@ def _of_batch(
     rows = num_reqs * (shapes.gamma + 1)
     hidden = torch.zeros(rows, shapes.hidden_size, dtype=dtype, device=device)
     moved = 2 * others * hidden.numel() // ranks.size
-    for way, body in _all_reduces(ranks, hidden):
-        yield exchange(f"hidden, all-reduce{way}", hidden, moved, body)
+    yield exchange("hidden, all-reduce", hidden, moved, lambda: ranks.all_reduce(hidden))
+    for way, body, received in _sums(ranks, hidden):
+        yield exchange(f"hidden, sum and norm, {way}", hidden, received, body)
 
 
-def _all_reduces(
+def _sums(
     ranks: Collectives, hidden: torch.Tensor
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every way there is to sum `hidden`."""
-    if not isinstance(ranks, Symmetric):
-        yield "", lambda: ranks.all_reduce(hidden)
+) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """Every way there is to sum `hidden`, add it to a stream and norm that; values received."""
+    others = ranks.size - 1
+    weight = hidden[0].clone()
+    if not isinstance(ranks, Mapped) or hidden.numel() * hidden.element_size() > SIZES[-1]:
+        moved = 2 * others * hidden.numel() // ranks.size
+        yield ranks.name, lambda: ranks.add_rms_norm(hidden, hidden, weight, 1e-6, 0), moved
         return
-    for way, body in ranks.ways(hidden).items():
-        yield f", {way}", body
+    for way, body in ranks.ways(hidden.shape[0], hidden.shape[1], hidden.dtype).items():
+        yield way, body, others * hidden.numel()
 
 
 def _messages(group: Group) -> Exchange:

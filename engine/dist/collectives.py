@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.kernels.norms import add_rms_norm
+
 
 class Collectives(Protocol):
     """Exchanges on the device that tensors live on, ordered with other work on its stream."""
@@ -25,6 +27,27 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, bit for bit the same on each; may be `x` itself, overwritten."""
+
+    def add_rms_norm(
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        place: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum `delta` over ranks, add it to the residual stream, and norm that.
+
+        Args:
+            delta: [T, H], this rank's part; may be overwritten.
+            residual: [T, H] in its dtype.
+            weight: [H].
+            eps: Added to the mean square.
+            place: 0 and 1 in turn.
+
+        Returns:
+            The normed sum and the sum, both [T, H], bit for bit the same on each rank.
+        """
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, in rank order: [size, *x.shape]."""
@@ -73,7 +96,26 @@ def split_rows(rows: int, splits: list[int] | None, size: int, what: str) -> lis
     return list(splits)
 
 
-class Solo:
+class SumThenNorm:
+    """Sums before a norm by an all-reduce."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks; may be `x` itself, overwritten."""
+        raise NotImplementedError
+
+    def add_rms_norm(
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        _place: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One after the other."""
+        return add_rms_norm(self.all_reduce(delta), residual, weight, eps)
+
+
+class Solo(SumThenNorm):
     """One rank: every exchange is the identity."""
 
     rank = 0
@@ -106,7 +148,7 @@ class Solo:
         """Nothing is on its way."""
 
 
-class TorchCollectives:
+class TorchCollectives(SumThenNorm):
     """Through a process group of torch.distributed: gloo on CPUs, NCCL where pynccl cannot be used.
 
     Args:

@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +11,8 @@ from engine.dist.collectives import Collectives, TorchCollectives
 from engine.dist.control import GlooControl
 from engine.dist.group import Group
 from engine.dist.launch import Processes
+from engine.dist.mapped import with_mapped_memory
 from engine.dist.pynccl import Library, PyNccl
-from engine.dist.symmetric import Symmetric
 from engine.dist.torchrun import MEET_S, Place, launched, meet, open_room
 from engine.dist.watch import STEP_TIMEOUT_S, Watch
 from engine.errors import ConfigError
@@ -131,7 +130,9 @@ def connect(
     if device.type == "cuda":
         ranks = _nccl(store, rank, size, device, control)
         if all_reduce == "auto" and len(set(hosts)) == 1:
-            ranks = _with_mapped_memory(ranks, store, device, control)
+            ranks, reason = with_mapped_memory(ranks, control, device)
+            if reason:
+                _log.info("all-reduce through NCCL only: %s", reason)
     else:
         backend = _gloo(store, "tensors", rank, size, hostname, STEP_TIMEOUT_S)
         ranks = TorchCollectives(backend, "gloo")
@@ -167,19 +168,3 @@ def _nccl(
     options._timeout = timedelta(seconds=STEP_TIMEOUT_S)
     backend = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options)
     return TorchCollectives(backend, "torch's NCCL")
-
-
-def _with_mapped_memory(
-    base: Collectives, store: Any, device: torch.device, control: GlooControl
-) -> Collectives:
-    """The all-reduces of one host's GPUs in the fastest way; `base` where they have but one."""
-    name = control.tell(f"dspark-{time.monotonic_ns()}")
-    made: Symmetric | None = None
-    try:
-        made = Symmetric(base, c10d.PrefixStore("symmetric", store), name)
-    except (ImportError, RuntimeError) as error:
-        _log.info("all-reduce through NCCL only: %s", str(error).partition("\n")[0])
-    if not all(control.exchange(made is not None)) or made is None:
-        return base
-    made.choose(control, device, torch.bfloat16)
-    return made

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.dist.collectives import split_rows
+from engine.dist.collectives import SumThenNorm, split_rows
 from engine.errors import DSparkError
 
 _SUM = 0
@@ -90,7 +90,7 @@ class Library:
         return [byte & 0xFF for byte in made.data]
 
 
-class PyNccl:
+class PyNccl(SumThenNorm):
     """Collectives over one communicator.
 
     Args:

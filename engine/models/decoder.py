@@ -33,6 +33,7 @@ class Decoder:
             num_positions: Positions that can be asked for: context plus the draft block.
         """
         self.spec = spec
+        self._ranks = at.ranks
         layers = spec.layers
         vocab = (spec.vocab_size, layers.hidden_size)
         rows = at.share.even(spec.vocab_size, dim=0)
@@ -81,7 +82,7 @@ class Decoder:
             if i in taps:
                 tapped.append(before)
             stream = layer(normed, before, ctx, i)
-        hidden, after = stream.enter(self.norm, self.spec.layers.norm_eps)
+        hidden, after = stream.enter(self.norm, self.spec.layers.norm_eps, self._ranks)
         if len(self.layers) in taps:
             tapped.append(after)
         return hidden, torch.cat(tapped, dim=-1) if taps else None

@@ -48,6 +48,7 @@ class Drafter:
             num_positions: Positions that can be asked for: context plus the draft block.
         """
         self.spec = spec
+        self._ranks = at.ranks
         layers, h = spec.layers, spec.layers.hidden_size
 
         def take(name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
@@ -181,7 +182,7 @@ class Drafter:
                 causal=self.spec.causal[i],
                 window=self.spec.windows[i],
             )
-        return stream.enter(self.norm, self.spec.layers.norm_eps)[0]
+        return stream.enter(self.norm, self.spec.layers.norm_eps, self._ranks)[0]
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's part of the draft vocabulary, [T, Vd/N] rounded up, from [T, H]."""

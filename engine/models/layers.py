@@ -8,7 +8,7 @@ import torch
 from engine.dist.collectives import Collectives, Solo
 from engine.kernels.activation import silu_mul
 from engine.kernels.linear import Linear
-from engine.kernels.norms import add_rms_norm, rms_norm
+from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.rope import inverse_frequencies, rope_table
 from engine.kernels.rope_attention import rope_attention
@@ -67,13 +67,17 @@ class Stream(NamedTuple):
     """A residual stream whose last term is still to be added: the next norm adds it on its way."""
 
     residual: torch.Tensor  # [T, H]
-    delta: torch.Tensor | None  # [T, H]; None: nothing to add
+    delta: torch.Tensor | None  # [T, H], this rank's part; None: nothing to add
+    place: int = 0
+    """0 after attention, 1 after the MLP: ranks sum at two places in turn."""
 
-    def enter(self, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(
+        self, weight: torch.Tensor, eps: float, ranks: Collectives
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """RMS norm of the whole stream, and the whole stream; both [T, H]."""
         if self.delta is None:
             return rms_norm(self.residual, weight, eps), self.residual
-        return add_rms_norm(self.delta, self.residual, weight, eps)
+        return ranks.add_rms_norm(self.delta, self.residual, weight, eps, self.place)
 
 
 def make_rope_table(spec: LayersSpec, num_positions: int, device: torch.device) -> torch.Tensor:
@@ -126,7 +130,6 @@ class Attention:
     def __init__(self, spec: LayersSpec, weights: Weights, prefix: str, at: Placement) -> None:
         """Read this rank's part of `{q,k,v,o}_proj` and the norms under `prefix`."""
         self.spec = at.share.layers(spec)
-        self.ranks = at.ranks
         d, h = spec.head_dim, spec.hidden_size
         rows = {"q": spec.num_heads * d, "k": spec.num_kv_heads * d, "v": spec.num_kv_heads * d}
 
@@ -148,7 +151,7 @@ class Attention:
     def __call__(
         self, x: torch.Tensor, ctx: StepContext, layer: int, *, causal: bool = True, window: int = 0
     ) -> torch.Tensor:
-        """[T, H] normed input to [T, H]; stores this layer's K and V first."""
+        """[T, H] normed input to this rank's part of [T, H]; stores this layer's K and V first."""
         spec = self.spec
         qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         k_cache, v_cache = ctx.kv.k[layer], ctx.kv.v[layer]
@@ -166,7 +169,7 @@ class Attention:
             causal=causal,
             window=window,
         )
-        return self.ranks.all_reduce(self.o(out.flatten(1)))
+        return self.o(out.flatten(1))
 
 
 class DecoderLayer:
@@ -197,7 +200,7 @@ class DecoderLayer:
 
     def enter(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """Input norm: the normed input [T, H], and the residual stream before this layer."""
-        return stream.enter(self.input_norm, self.eps)
+        return stream.enter(self.input_norm, self.eps, self.ranks)
 
     def __call__(
         self,
@@ -211,6 +214,5 @@ class DecoderLayer:
     ) -> Stream:
         """The layer's work on what `enter` gave."""
         delta = self.attention(normed, ctx, layer, causal=causal, window=window)
-        normed, residual = add_rms_norm(delta, residual, self.post_norm, self.eps)
-        out = self.down(silu_mul(self.gate_up(normed)))
-        return Stream(residual, self.ranks.all_reduce(out))
+        normed, residual = Stream(residual, delta, 0).enter(self.post_norm, self.eps, self.ranks)
+        return Stream(residual, self.down(silu_mul(self.gate_up(normed))), 1)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.dist.collectives import Collectives, TorchCollectives
-from engine.dist.control import GlooControl
-from engine.dist.symmetric import BASE, SIZES, Symmetric
+from engine.dist.mapped import NUMBERED, PLAIN, SIZES, Mapped
+from engine.kernels.sum_norm import sum_norm_ref
 from tests.engine.dist.test_collectives import DTYPES, check_everything
 from tests.helpers.distributed import Ranks, run_ranks
 
@@ -140,28 +140,51 @@ def test_one_communicator_has_one_set_of_buffers() -> None:
 def mapped(ranks: Ranks) -> None:
     group = ranks.group()
     found = group.ranks
-    assert isinstance(found, Symmetric), "the GPUs of this host cannot map each other's memory"
+    assert isinstance(found, Mapped), "the GPUs of this host cannot map each other's memory"
     print(f"rank {ranks.rank}: {found.name}")
-    assert isinstance(group.control, GlooControl)
     generator = torch.Generator(device="cuda").manual_seed(ranks.rank)
+    residual = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    residual, weight = found.broadcast(residual), found.broadcast(weight)
     with torch.inference_mode():
         check_everything(found)
-        for size in SIZES:
-            x = torch.randn(size // 2, generator=generator, device="cuda").bfloat16()
-            every = found.all_gather(x)
-            want = every[0].float() + every[1].float()
-            for way, call in found.ways(x.clone()).items():
-                got = call()
-                assert torch.equal(got, want.bfloat16()), (way, size)
-                theirs = found.all_gather(got)
-                assert torch.equal(theirs[0], theirs[1]), (way, size, "not the same bits")
         check_replayed(found, torch.bfloat16)
-        found.ways_taken = ["one-shot"] * len(SIZES)
-        check_replayed(found, torch.bfloat16)
-        found.ways_taken = ["two-shot"] * len(SIZES)
-        check_replayed(found, torch.float32)
-        found.ways_taken = [BASE] * len(SIZES)
+        for way in (NUMBERED, PLAIN):
+            found.taken = [way] * len(SIZES)
+            for rows in (1, 3, 64, 130, 512, 2048):
+                for dtype in (torch.bfloat16, torch.float32):
+                    if rows * 4096 * dtype.itemsize <= SIZES[-1]:
+                        check_sums(found, residual[:rows].to(dtype), weight.to(dtype), generator)
 
 
-def test_all_reduce_through_mapped_memory() -> None:
+def check_sums(
+    found: Mapped, residual: torch.Tensor, weight: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Products in turn in one graph, with new contents every replay: every sum is right."""
+    rows, width = residual.shape
+    x = torch.zeros(4, rows, width, dtype=residual.dtype, device="cuda")
+
+    def layers() -> torch.Tensor:
+        sums, stream = [], residual
+        for i, part in enumerate(x):
+            normed, stream = found.add_rms_norm(part, stream, weight, 1e-6, i % 2)
+            sums += [normed, stream]
+        return torch.stack(sums)
+
+    graph, out = captured(layers)
+    for turn in range(REPLAYS // 4):
+        x.normal_(generator=generator)
+        graph.replay()
+        every = found.all_gather(x)
+        want, stream = [], residual
+        for i in range(len(x)):
+            normed, stream = sum_norm_ref(list(every[:, i]), stream, weight, 1e-6)
+            want += [normed, stream]
+        torch.testing.assert_close(out[1::2], torch.stack(want[1::2]), rtol=0, atol=0)
+        torch.testing.assert_close(out[::2], torch.stack(want[::2]), rtol=2**-6, atol=1e-5)
+        theirs = found.all_gather(out)
+        assert torch.equal(theirs[0], theirs[1]), (turn, "not the same bits")
+
+
+def test_sums_through_mapped_memory() -> None:
     run_ranks(mapped, 2, device="cuda")

@@ -1,0 +1,210 @@
+"""Sums of products dealt to ranks, through memory that the GPUs of one host map from each other.
+
+NCCL's all-reduce takes some 9 us however little it sums, 72 times a round of an 8B model. Here the
+launch that adds a sum to the residual stream and norms it makes the sum as well
+(engine.kernels.sum_norm). Everything else is the base's, and so are sums too large to gain by it.
+Which way is taken at which size is measured at start-up; rank 0's times count for all.
+"""
+
+import base64
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.dist.collectives import Collectives
+from engine.dist.control import Control
+from engine.dist.timing import milliseconds
+from engine.kernels.sum_norm import Mailbox, Post, sum_norm_triton
+
+SIZES = tuple(1 << power for power in range(13, 25))
+"""Bytes, 8 KiB to 16 MiB, at which the ways are compared."""
+
+BASE, NUMBERED, PLAIN = "base", "numbered", "plain"
+"""Ways to sum."""
+
+_WORDS = 1 << 18
+"""4-byte words of a numbered message at most: 1 MiB, sent as 2."""
+
+_TIMED_WIDTH = 4096
+_EPS = 1e-6
+
+
+class Memory:
+    """This rank's mailbox, and everyone's as they are mapped here.
+
+    Args:
+        size: Ranks.
+        device: This rank's GPU.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        needed = Mailbox.bytes_needed(size, _WORDS, SIZES[-1])
+        self.mine = torch.zeros(needed, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize()  # counters are 0 before anyone can reach them
+
+    def offer(self) -> list[Any]:
+        """What another process needs to map it, as JSON can carry it."""
+        parts = self.mine.untyped_storage()._share_cuda_()
+        return [
+            {"bytes": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts
+        ]
+
+    def map(self, rank: int, offers: list[list[Any]]) -> Post:
+        """Everyone's mailboxes.
+
+        Args:
+            rank: This one.
+            offers: What every rank has offered.
+
+        Raises:
+            RuntimeError: A GPU cannot reach another one's memory.
+        """
+        here = self.mine.device.index
+        boxes = []
+        for other, offer in enumerate(offers):
+            whole = self.mine
+            if other != rank:
+                parts = [base64.b64decode(p["bytes"]) if isinstance(p, dict) else p for p in offer]
+                # opened for this rank's device: that is what will write there
+                storage = torch.UntypedStorage._new_shared_cuda(here, *parts[1:])
+                whole = torch.empty(0, dtype=torch.uint8, device=self.mine.device).set_(storage)
+            boxes.append(Mailbox.cut(whole[: len(self.mine)], self._size, _WORDS, SIZES[-1]))
+        return Post.of(rank, boxes)
+
+
+class Mapped:
+    """Collectives whose sums before a norm have more than one way.
+
+    Args:
+        base: Makes the rest.
+        post: The ranks' mailboxes.
+    """
+
+    def __init__(self, base: Collectives, post: Post) -> None:
+        self._base = base
+        self._post = post
+        self.taken = [BASE] * len(SIZES)
+        """Ways, by size."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._base.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self._base.size
+
+    @property
+    def name(self) -> str:
+        """The base's name, and what is made otherwise."""
+        parts = [self._base.name]
+        for way in (NUMBERED, PLAIN):
+            sizes = [size for size, taken in zip(SIZES, self.taken, strict=True) if taken == way]
+            if sizes:
+                parts.append(f"{way} sums up to {sizes[-1] >> 10} KiB")
+        return ", ".join(parts)
+
+    def choose(self, control: Control, dtype: torch.dtype) -> None:
+        """Measure every way at every size; what rank 0 finds is true for every rank."""
+        device, best = self._post.calls.device, []
+        for num_bytes in SIZES:
+            ways = self.ways(num_bytes // _TIMED_WIDTH // dtype.itemsize, _TIMED_WIDTH, dtype)
+            times = {way: milliseconds(call, device) for way, call in ways.items()}
+            best.append(min(times, key=lambda way: times[way]))
+        self.taken = list(control.tell(best))
+
+    def ways(
+        self, rows: int, width: int, dtype: torch.dtype
+    ) -> dict[str, Callable[[], torch.Tensor]]:
+        """Calls that sum [rows, width] of every rank and norm that, by way."""
+        x = torch.zeros(rows, width, dtype=dtype, device=self._post.calls.device)
+        weight, turn = x.new_zeros(width), [0]
+
+        def mapped(*, numbered: bool) -> torch.Tensor:
+            turn[0] ^= 1
+            return sum_norm_triton(self._post, turn[0], x, x, weight, _EPS, numbered=numbered)[0]
+
+        ways: dict[str, Callable[[], torch.Tensor]] = {
+            BASE: lambda: self._base.add_rms_norm(x, x, weight, _EPS, 0)[0]
+        }
+        if self._post.numbers(x):
+            ways[NUMBERED] = lambda: mapped(numbered=True)
+        if self._post.takes(x):
+            ways[PLAIN] = lambda: mapped(numbered=False)
+        return ways
+
+    def add_rms_norm(
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        place: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The way that is fastest for its size."""
+        at = bisect_left(SIZES, delta.numel() * delta.element_size())
+        way = self.taken[at] if at < len(SIZES) else BASE
+        if way == NUMBERED and not self._post.numbers(delta):
+            way = PLAIN
+        if way == BASE:
+            return self._base.add_rms_norm(delta, residual, weight, eps, place)
+        return sum_norm_triton(
+            self._post, place, delta, residual, weight, eps, numbered=way == NUMBERED
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As the base does."""
+        return self._base.all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape]."""
+        return self._base.all_gather(x)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x`."""
+        return self._base.broadcast(x)
+
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+    ) -> None:
+        """As the base does."""
+        self._base.all_to_all_single(out, x, out_splits, in_splits)
+
+    def abort(self) -> None:
+        """Let go of the base's exchanges. A sum under way ends with its process."""
+        self._base.abort()
+
+
+def with_mapped_memory(
+    base: Collectives, control: Control, device: torch.device
+) -> tuple[Collectives, str]:
+    """What the GPUs of one host sum through, and why if that is `base`. Every rank calls it."""
+    memory: Memory | None = None
+    offer: list[Any] | None = None
+    reason = ""
+    try:
+        memory = Memory(base.size, device)
+        offer = memory.offer()
+    except (AttributeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+    offers = control.exchange(offer)
+    made: Mapped | None = None
+    if memory is not None and all(o is not None for o in offers):
+        try:
+            made = Mapped(base, memory.map(base.rank, offers))
+        except (AttributeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+    reasons = [r for r in control.exchange(None if made is not None else reason) if r is not None]
+    if reasons or made is None:
+        return base, max(reasons, key=len)
+    made.choose(control, torch.bfloat16)
+    return made, ""
