@@ -43,7 +43,7 @@ class Collectives(Protocol):
             residual: [T, H] in its dtype.
             weight: [H].
             eps: Added to the mean square.
-            place: 0 and 1 in turn.
+            place: 0, 1 or 2, another one than in the call before.
 
         Returns:
             The normed sum and the sum, both [T, H], bit for bit the same on each rank.

@@ -6,7 +6,6 @@ launch that adds a sum to the residual stream and norms it makes the sum as well
 Which way is taken at which size is measured at start-up; rank 0's times count for all.
 """
 
-import base64
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from engine.dist.collectives import Collectives
 from engine.dist.control import Control
+from engine.dist.ipc import CudaRuntime
 from engine.dist.timing import milliseconds
 from engine.kernels.sum_norm import Mailbox, Post, sum_norm_triton
 
@@ -31,61 +31,20 @@ _TIMED_WIDTH = 4096
 _EPS = 1e-6
 
 
-class Memory:
-    """This rank's mailbox, and everyone's as they are mapped here.
-
-    Args:
-        size: Ranks.
-        device: This rank's GPU.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size = size
-        needed = Mailbox.bytes_needed(size, _WORDS, SIZES[-1])
-        self.mine = torch.zeros(needed, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize()  # counters are 0 before anyone can reach them
-
-    def offer(self) -> list[Any]:
-        """What another process needs to map it, as JSON can carry it."""
-        parts = self.mine.untyped_storage()._share_cuda_()
-        return [
-            {"bytes": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts
-        ]
-
-    def map(self, rank: int, offers: list[list[Any]]) -> Post:
-        """Everyone's mailboxes.
-
-        Args:
-            rank: This one.
-            offers: What every rank has offered.
-
-        Raises:
-            RuntimeError: A GPU cannot reach another one's memory.
-        """
-        here = self.mine.device.index
-        boxes = []
-        for other, offer in enumerate(offers):
-            whole = self.mine
-            if other != rank:
-                parts = [base64.b64decode(p["bytes"]) if isinstance(p, dict) else p for p in offer]
-                # opened for this rank's device: that is what will write there
-                storage = torch.UntypedStorage._new_shared_cuda(here, *parts[1:])
-                whole = torch.empty(0, dtype=torch.uint8, device=self.mine.device).set_(storage)
-            boxes.append(Mailbox.cut(whole[: len(self.mine)], self._size, _WORDS, SIZES[-1]))
-        return Post.of(rank, boxes)
-
-
 class Mapped:
     """Collectives whose sums before a norm have more than one way.
 
     Args:
         base: Makes the rest.
+        runtime: Has mapped the mailboxes.
         post: The ranks' mailboxes.
     """
 
-    def __init__(self, base: Collectives, post: Post) -> None:
+    def __init__(self, base: Collectives, runtime: CudaRuntime, post: Post) -> None:
         self._base = base
+        self._runtime = runtime
         self._post = post
+        self._released = False
         self.taken = [BASE] * len(SIZES)
         """Ways, by size."""
 
@@ -111,7 +70,8 @@ class Mapped:
 
     def choose(self, control: Control, dtype: torch.dtype) -> None:
         """Measure every way at every size; what rank 0 finds is true for every rank."""
-        device, best = self._post.calls.device, []
+        device: torch.device = self._post.calls.device
+        best = []
         for num_bytes in SIZES:
             ways = self.ways(num_bytes // _TIMED_WIDTH // dtype.itemsize, _TIMED_WIDTH, dtype)
             times = {way: milliseconds(call, device) for way, call in ways.items()}
@@ -182,27 +142,34 @@ class Mapped:
     def abort(self) -> None:
         """Let go of the base's exchanges. A sum under way ends with its process."""
         self._base.abort()
+        if self._released:
+            return
+        self._released = True
+        box = self._post.boxes[self.rank]
+        self._runtime.release(box.base, Mailbox.bytes_needed(box.size, box.words, box.num_bytes))
 
 
 def with_mapped_memory(
     base: Collectives, control: Control, device: torch.device
 ) -> tuple[Collectives, str]:
     """What the GPUs of one host sum through, and why if that is `base`. Every rank calls it."""
-    memory: Memory | None = None
-    offer: list[Any] | None = None
-    reason = ""
+    needed = Mailbox.bytes_needed(base.size, _WORDS, SIZES[-1])
+    runtime, mine, handle, reason = None, 0, None, ""
     try:
-        memory = Memory(base.size, device)
-        offer = memory.offer()
-    except (AttributeError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-    offers = control.exchange(offer)
+        runtime = CudaRuntime()
+        mine = runtime.allocate(needed)
+        handle = runtime.share(mine)
+    except (OSError, RuntimeError) as error:
+        reason = str(error)
+    handles = control.exchange(handle)
     made: Mapped | None = None
-    if memory is not None and all(o is not None for o in offers):
+    if runtime is not None and all(h is not None for h in handles):
         try:
-            made = Mapped(base, memory.map(base.rank, offers))
-        except (AttributeError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
+            bases = [mine if r == base.rank else runtime.map(h) for r, h in enumerate(handles)]
+            boxes = [Mailbox(at, base.size, _WORDS, SIZES[-1]) for at in bases]
+            made = Mapped(base, runtime, Post.of(base.rank, boxes, device))
+        except RuntimeError as error:
+            reason = str(error)
     reasons = [r for r in control.exchange(None if made is not None else reason) if r is not None]
     if reasons or made is None:
         return base, max(reasons, key=len)

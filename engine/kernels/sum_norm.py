@@ -13,11 +13,12 @@ How a rank knows that a row has arrived:
 - more: values alone; then each program tells the same program of the others, by a counter in their
   memory, that its rows are there.
 
-Calls take two places in turn. A rank whose call k has ended has the others' rows of call k; they
-wrote those after their call k - 1, so what they read then may be overwritten.
+Calls in a row take different places. A rank whose call k has ended has the others' rows of call k;
+they wrote those after their call k - 1, so what they read then may be overwritten.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,36 +28,56 @@ from engine.kernels.contract import Dims
 from engine.kernels.launch import dependent, wait_for_inputs
 from engine.kernels.norms import rms_norm_ref
 
-PLACES = 2
+PLACES = 3
+"""Two in turn in a layer, and one more for what begins a step between two layers."""
+
 MAX_PROGRAMS = 512
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200: enough to fill a link."""
 
 
-class Mailbox(NamedTuple):
-    """Memory that the others write to. This rank's own, or another one's as this one maps it."""
+class Address(NamedTuple):
+    """Device memory that no tensor of this process holds, as kernels take it."""
 
-    numbered: torch.Tensor  # [PLACES, N, words] int64: 4 bytes and a call's number each, by sender
-    plain: torch.Tensor  # [PLACES, N, bytes] uint8, by sender
-    counters: torch.Tensor  # [MAX_PROGRAMS, N] int32: calls that a sender's program has made
+    value: int
+    dtype: torch.dtype
 
-    @classmethod
-    def cut(cls, memory: torch.Tensor, size: int, words: int, num_bytes: int) -> "Mailbox":
-        """Divide `memory` [bytes] uint8, zeros at first.
+    def data_ptr(self) -> int:
+        """As a tensor says it."""
+        return self.value
 
-        Args:
-            memory: At least `bytes_needed`.
-            size: N.
-            words: 4-byte words of a numbered message; 0 to PLACES of them are kept by sender.
-            num_bytes: Of a plain one, a multiple of 16.
-        """
-        numbered, plain = PLACES * size * words * 8, PLACES * size * num_bytes
-        ends = (numbered, numbered + plain, cls.bytes_needed(size, words, num_bytes))
-        return cls(
-            memory[: ends[0]].view(torch.int64).view(PLACES, size, words),
-            memory[ends[0] : ends[1]].view(PLACES, size, num_bytes),
-            memory[ends[1] : ends[2]].view(torch.int32).view(MAX_PROGRAMS, size),
-        )
+
+@dataclass(frozen=True, slots=True)
+class Mailbox:
+    """Memory that ranks write to, this one's own or another one's as it is mapped here.
+
+    First numbered messages [PLACES, N, words] int64, then plain ones [PLACES, N, num_bytes], by
+    sender; then counters [MAX_PROGRAMS, N] int32: calls that a sender's program has made. Zeros at
+    first.
+    """
+
+    base: int  # address
+    size: int  # N
+    words: int  # of a numbered message: 4 bytes and a call's number each
+    num_bytes: int  # of a plain message, a multiple of 16
+
+    def numbered(self, place: int, sender: int) -> Any:
+        """Where a numbered message goes."""
+        return self.at((place * self.size + sender) * self.words * 8, torch.int64)
+
+    def plain(self, place: int, sender: int, dtype: torch.dtype) -> Any:
+        """Where a plain message goes."""
+        before = PLACES * self.size * self.words * 8
+        return self.at(before + (place * self.size + sender) * self.num_bytes, dtype)
+
+    def counters(self, sender: int) -> Any:
+        """A sender's first counter; its others follow N apart."""
+        before = PLACES * self.size * (self.words * 8 + self.num_bytes)
+        return self.at(before + sender * 4, torch.int32)
+
+    def at(self, offset: int, dtype: torch.dtype) -> Any:
+        """What kernels take for `offset` bytes after the base."""
+        return Address(self.base + offset, dtype)
 
     @staticmethod
     def bytes_needed(size: int, words: int, num_bytes: int) -> int:
@@ -72,21 +93,20 @@ class Post(NamedTuple):
     calls: torch.Tensor  # [2, MAX_PROGRAMS] int32: numbered and plain ones, by program
 
     @classmethod
-    def of(cls, rank: int, boxes: list[Mailbox]) -> "Post":
+    def of(cls, rank: int, boxes: list[Mailbox], device: torch.device) -> "Post":
         """Before the first call."""
-        device = boxes[rank].counters.device
         calls = torch.zeros(2, MAX_PROGRAMS, dtype=torch.int32, device=device)
         return cls(rank, tuple(boxes), calls)
 
     def numbers(self, x: torch.Tensor) -> bool:
         """May `x` [T, H] be sent in numbered words?"""
         rows, width = x.shape
-        fits = rows <= MAX_PROGRAMS and x.numel() <= 2 * self.boxes[0].numbered.shape[-1]
+        fits = rows <= MAX_PROGRAMS and x.numel() <= 2 * self.boxes[0].words
         return fits and x.dtype.itemsize == 2 and width % 2 == 0
 
     def takes(self, x: torch.Tensor) -> bool:
         """Is there room for `x` [T, H] as plain values?"""
-        return x.numel() * x.element_size() <= self.boxes[0].plain.shape[-1]
+        return x.numel() * x.element_size() <= self.boxes[0].num_bytes
 
 
 def sum_norm_ref(
@@ -124,7 +144,7 @@ def sum_norm_triton(
 
     Args:
         post: The ranks' mailboxes.
-        place: 0 and 1 in turn.
+        place: Another one than in the call before, of [0, PLACES).
         delta: [T, H] float32, bfloat16 or float16: this rank's.
         residual: [T, H] in its dtype, the same on every rank.
         weight: [H] in its dtype.
@@ -144,6 +164,7 @@ def sum_norm_triton(
     if num_rows == 0:
         return normed, total
     rank, size = post.rank, len(post.boxes)
+    mine = post.boxes[rank]
     if numbered:
         words = width // 2
         block = triton.next_power_of_2(words)
@@ -155,8 +176,8 @@ def sum_norm_triton(
             weight.view(torch.int32),
             weight,
             eps,
-            tuple(box.numbered[place, rank] for box in post.boxes),
-            tuple(post.boxes[rank].numbered[place].unbind()),
+            tuple(box.numbered(place, rank) for box in post.boxes),
+            tuple(mine.numbered(place, sender) for sender in range(size)),
             post.calls[0],
             RANK=rank,
             SIZE=size,
@@ -174,10 +195,10 @@ def sum_norm_triton(
         residual,
         weight,
         eps,
-        tuple(box.plain[place, rank].view(delta.dtype) for box in post.boxes),
-        tuple(row.view(delta.dtype) for row in post.boxes[rank].plain[place]),
-        tuple(box.counters[:, rank] for box in post.boxes),
-        post.boxes[rank].counters,
+        tuple(box.plain(place, rank, delta.dtype) for box in post.boxes),
+        tuple(mine.plain(place, sender, delta.dtype) for sender in range(size)),
+        tuple(box.counters(rank) for box in post.boxes),
+        mine.counters(0),
         post.calls[1],
         num_rows,
         RANK=rank,

@@ -11,7 +11,6 @@ from engine.models.layers import (
     Embedding,
     Placement,
     StepContext,
-    Stream,
     Weights,
     make_rope_table,
 )
@@ -75,7 +74,7 @@ class Decoder:
             Final-normed hidden states [T, H], and the taps side by side [T, len(taps) * H].
         """
         ctx = StepContext(self.rope[positions], slots, attention, kv)
-        stream = Stream(self.embedding(token_ids), None)
+        stream = self.embedding(token_ids)
         tapped = []
         for i, layer in enumerate(self.layers):
             normed, before = layer.enter(stream)

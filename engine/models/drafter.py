@@ -18,7 +18,6 @@ from engine.models.layers import (
     Embedding,
     Placement,
     StepContext,
-    Stream,
     Weights,
     make_rope_table,
 )
@@ -173,7 +172,7 @@ class Drafter:
             Final-normed hidden states [T, H].
         """
         ctx = StepContext(self.rope[positions], slots, attention, kv)
-        stream = Stream(self.embedding(token_ids), None)
+        stream = self.embedding(token_ids)
         for i, layer in enumerate(self.layers):
             stream = layer(
                 *layer.enter(stream),

@@ -69,7 +69,7 @@ class Stream(NamedTuple):
     residual: torch.Tensor  # [T, H]
     delta: torch.Tensor | None  # [T, H], this rank's part; None: nothing to add
     place: int = 0
-    """0 after attention, 1 after the MLP: ranks sum at two places in turn."""
+    """0 after attention, 1 after the MLP, 2 after embeddings: no two sums in a row at one place."""
 
     def enter(
         self, weight: torch.Tensor, eps: float, ranks: Collectives
@@ -114,14 +114,15 @@ class Embedding:
         """Of the rows."""
         return self.weight.dtype
 
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int64 to [T, H]."""
+    def __call__(self, token_ids: torch.Tensor) -> Stream:
+        """[T] int64 to the stream that begins with their rows."""
         if self._ranks.size == 1:
-            return self.weight[token_ids]
+            return Stream(self.weight[token_ids], None)
         at = token_ids - self._first
         held = (at >= 0) & (at < len(self.weight))
         rows = self.weight[at.clamp(0, len(self.weight) - 1)]
-        return self._ranks.all_reduce(torch.where(held[:, None], rows, 0))
+        part = torch.where(held[:, None], rows, 0)
+        return Stream(torch.zeros_like(part), part, 2)
 
 
 class Attention:
