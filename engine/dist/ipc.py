@@ -54,7 +54,7 @@ class CudaRuntime:
         """
         spare = _spare.get(num_bytes, [])
         found = ctypes.c_void_p(spare.pop() if spare else None)
-        if not found:
+        if found.value is None:
             self._call("cudaMalloc", ctypes.byref(found), num_bytes)
         self._call("cudaMemset", found, 0, num_bytes)
         self._call("cudaDeviceSynchronize")

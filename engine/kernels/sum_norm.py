@@ -36,8 +36,12 @@ _PROGRAMS = 264
 """Two for each multiprocessor of an H200: enough to fill a link."""
 
 
-class Address(NamedTuple):
-    """Device memory that no tensor of this process holds, as kernels take it."""
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Device memory that no tensor of this process holds, as kernels take it.
+
+    Not a tuple: a launcher would take it for several arguments.
+    """
 
     value: int
     dtype: torch.dtype

@@ -125,3 +125,13 @@ def test_no_rows() -> None:
     zeros = torch.zeros(8, device=KERNEL_DEVICE)
     normed, total = sum_norm_triton(posts(2)[0], 0, x, x, zeros, EPS, numbered=False)
     assert normed.shape == total.shape == (0, 8)
+
+
+def test_an_address_is_an_argument_of_its_own() -> None:
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    found = Mailbox(1 << 30, 2, WORDS, BYTES)
+    given = (found.numbered(0, 1), found.counters(1))
+    kinds = native_specialize_impl(BaseBackend, given, False, True, True)
+    assert kinds == (("*i64", "*i32"), ("D", ""))  # D: a multiple of 16, so that loads are wide
