@@ -13,6 +13,7 @@ precision).
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -179,17 +181,16 @@ def first_difference(a: Ids, b: Ids) -> int | None:
     return next((k for k, (x, y) in enumerate(shared) if x != y), min(len(a), len(b)))
 
 
-def load_prompts(path: str, count: int, tokenizer: Tokenizer) -> list[Ids]:
-    prompts = []
+def load_chats(path: str, count: int) -> list[list[dict[str, Any]]]:
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            text = row.get("question") or row.get("prompt")
-            messages = row.get("messages") or [{"role": "user", "content": text}]
-            prompts.append(tokenizer.encode_chat(messages))
-            if len(prompts) == count:
-                return prompts
-    sys.exit(f"{path} holds {len(prompts)} rows, the largest batch needs {count}: give more")
+        rows = [json.loads(line) for line in itertools.islice(file, count)]
+    if len(rows) < count:
+        sys.exit(f"{path} holds {len(rows)} rows, the largest batch needs {count}: give more")
+    asked = [row.get("question") or row.get("prompt") for row in rows]
+    return [
+        row.get("messages") or [{"role": "user", "content": text}]
+        for row, text in zip(rows, asked, strict=True)
+    ]
 
 
 def describe(args: argparse.Namespace, engine: Engine, prompts: list[Ids]) -> list[str]:
@@ -232,6 +233,9 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = read_arguments()
+    # a whole number of full batches
+    wanted = {size: -(-max(size, args.limit) // size) * size for size in args.sizes}
+    chats = load_chats(args.prompts, max(wanted.values()))
     torch.set_num_threads(args.threads)
     engine = Engine(
         EngineConfig(
@@ -249,9 +253,7 @@ def main() -> None:
         PLAIN: dspark_way(args, engine, speculate=False),
         DRAFTED: dspark_way(args, engine, speculate=True),
     }
-    # a whole number of full batches
-    wanted = {size: -(-max(size, args.limit) // size) * size for size in args.sizes}
-    prompts = load_prompts(args.prompts, max(wanted.values()), engine.tokenizer)
+    prompts = [engine.tokenizer.encode_chat(messages) for messages in chats]
     print(*describe(args, engine, prompts), HEADER, sep="\n", flush=True)
     points = []
     for size, count in wanted.items():
