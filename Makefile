@@ -23,8 +23,8 @@ lint: .venv/.tested
 	$(BIN)/lint-imports --no-logo
 
 check: .venv/.tested
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not alone"
-	$(BIN)/pytest -q -m alone
+	@# Tests that share what a module loads stay in one of the two processes for as long as both are busy.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 	@# Processes of their own: an out-of-bounds store in the interpreter takes its process down.
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/engine/kernels
 

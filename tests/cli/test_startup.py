@@ -76,7 +76,7 @@ def test_generate_says_it(tmp_path: Path) -> None:
     rows = tmp_path / "in.jsonl"
     rows.write_text('{"prompt": "1 + 1 =", "max_tokens": 2}\n')
     args = ["generate", str(rows), "-o", str(tmp_path / "o.jsonl"), "--model", "demo"]
-    args += ["--device", "cpu", "--threads", "1"]
+    args += ["--device", "cpu", "--threads", "1", "--verify", "all"]
     begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "dspark_cli", *args], capture_output=True, text=True, check=True

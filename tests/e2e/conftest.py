@@ -18,12 +18,6 @@ ROOT = Path(__file__).parents[2]
 FIXTURES = Path(os.environ.get("DSPARK_FIXTURES", ROOT.parent / "shared" / "fixtures"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.alone)
-
-
 @dataclass(frozen=True)
 class RealPair:
     target: Path

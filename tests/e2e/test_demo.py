@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine import Request, SamplingParams
+from tests.helpers.command import Command, run_command
 from tests.helpers.engines import complete, make_engine, outputs, randomise, record_drafts
 
 ROOT = Path(__file__).parents[2]
@@ -42,42 +43,15 @@ def test_golden_rounds(name: str) -> None:
         torch.testing.assert_close(got, torch.tensor(q["confidence"]), atol=2e-3, rtol=0)
 
 
-def test_bars_of_the_pair() -> None:
-    """200 problems it has not seen: accuracy >= 90 %, acceptance length >= 4, drafted == plain."""
-    rows = heldout()
-    results = []
-    for draft in (DEMO / "drafter", None):
-        engine = make_engine(DEMO / "target", draft, **LIMITS)
-        many = [
-            Request(
-                request_id=str(i),
-                prompt_token_ids=tuple(
-                    engine.tokenizer.encode_chat([{"role": "user", "content": row["question"]}])
-                ),
-                params=SamplingParams(max_tokens=256),
-            )
-            for i, row in enumerate(rows)
-        ]
-        results.append(complete(engine, many))
-        if draft is not None:
-            assert engine.stats.acceptance_length >= 4.0
-    drafted, plain = results
-    assert all(drafted[i].token_ids == plain[i].token_ids for i in plain)
-    right = sum(
-        plain[str(i)].text.split("####")[-1].strip() == row["answer"].split("####")[1].strip()
-        for i, row in enumerate(rows)
-    )
-    assert right >= 0.9 * len(rows)
-
-
 def test_rule_3_sampled_frequencies_agree() -> None:
-    """Temperature 1, 1500 samples a way: two-sample chi-square at every position.
+    """Temperature 1, 800 samples a way: two-sample chi-square at every position.
 
     Drafted with every draft verified, and with any budget at all and plain rounds between, against
-    plain. 2 x 8 positions, each refused below p = 1e-7: a right sampler fails with odds below 2e-6.
+    plain. 2 x 8 positions, each refused below p = 1e-4: a right sampler fails with odds below 2e-3,
+    once and for all, as its noise is keyed.
     """
-    samples, length = 1500, 8
-    (row,) = heldout()[7:8]
+    samples, length = 800, 8
+    row = min(heldout(), key=lambda r: len(r["question"]))
     counts = []
     for way in ("plain", "drafted", "scheduled"):
         draft = None if way == "plain" else DEMO / "drafter"
@@ -103,7 +77,7 @@ def test_rule_3_sampled_frequencies_agree() -> None:
     plain, *others = counts
     for other in others:
         both = [two_sample_chi_square(a, b) for a, b in zip(other, plain, strict=True)]
-        assert all(p_value > 1e-7 for p_value, _ in both)
+        assert all(p_value > 1e-4 for p_value, _ in both)
         assert sum(cells > 1 for _, cells in both) >= 5
 
 
@@ -111,7 +85,7 @@ def test_the_chi_square_sees_a_small_bias() -> None:
     """Negative control: a tenth of one token's frequency moved, at 6000 samples."""
     a = torch.tensor([750, 400, 350])
     assert two_sample_chi_square(a, torch.tensor([740, 410, 350]))[0] > 0.1
-    assert two_sample_chi_square(a * 4, torch.tensor([3340, 1360, 1300]))[0] < 1e-7
+    assert two_sample_chi_square(a * 4, torch.tensor([3340, 1360, 1300]))[0] < 1e-4
 
 
 def two_sample_chi_square(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
@@ -128,56 +102,65 @@ def two_sample_chi_square(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]
     return float(torch.special.gammaincc(half, statistic / 2)), len(x)
 
 
-def run_command(*args: str, cwd: Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dspark_cli", *args],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        **kwargs,
-    )
+KILLS = int(os.environ.get("DSPARK_KILLS", "3"))
+COMMAND = [
+    *("generate", "in.jsonl", "--model", "demo", "--device", "cpu", "--threads", "1"),
+    # how much each round verifies depends on who shares it, and `spec` would tell
+    *("--max-num-seqs", "3", "--verify", "all"),
+]
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """kill -9 three times, or DSPARK_KILLS times, then to the end: as if never killed."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with in.jsonl, enough rows for the kills, and whole.jsonl, never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
     rows = [
         {"id": i, "messages": [{"role": "user", "content": r["question"]}]}
-        for i, r in enumerate(heldout() * 2)
+        for i, r in enumerate((heldout() * 2)[: 27 * max(KILLS, 3)])
     ]
-    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
-    command = ("generate", "in.jsonl", "--model", "demo", "--max-num-seqs", "3", "--threads", "1")
-    # how much each round verifies depends on who shares it, and `spec` would tell
-    command = (*command, "--verify", "all")
-    whole = run_command(*command, "-o", "whole.jsonl", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
+    (folder / "in.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
+    done = run_command(*COMMAND, "-o", "whole.jsonl", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_bars_of_the_pair(whole: Path) -> None:
+    """Problems it has not seen, every draft verified: accuracy >= 90 %, acceptance length >= 4.
+
+    All 200 of them, drafted == plain: evals/test_demo_eval.py.
+    """
+    done = [json.loads(x) for x in (whole / "whole.jsonl").read_text("utf-8").splitlines()]
+    right = sum(
+        row["text"].split("####")[-1].strip() == asked["answer"].split("####")[1].strip()
+        for row, asked in zip(done, heldout() * 2, strict=False)
+    )
+    assert right >= 0.9 * len(done) > 70
+    rounds = sum(row["spec"]["rounds"] for row in done)
+    tokens = sum(row["spec"]["rounds"] * row["spec"]["acceptance_length"] for row in done)
+    assert tokens / rounds >= 4.0
+
+
+def test_killed_at_random_moments(whole: Path) -> None:
+    """kill -9 three times, or DSPARK_KILLS times, then to the end: as if never killed."""
     rng, kills, finished = random.Random(4), 0, 0
-    journal = tmp_path / "killed.journal"
-    wanted = int(os.environ.get("DSPARK_KILLS", "3"))
-    for _ in range(wanted):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dspark_cli", *command, "-o", "killed.jsonl"],
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        size = journal.stat().st_size if journal.exists() else 0
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            if journal.exists() and journal.stat().st_size > size:
-                break  # it has begun to finish rows
-            time.sleep(0.02)
-        time.sleep(rng.uniform(0.0, 0.8))
-        kills += process.poll() is None
-        process.kill()
-        process.wait()
+    journal = whole / "killed.journal"
+    for _ in range(KILLS):
+        with Command(*COMMAND, "-o", "killed.jsonl", cwd=whole) as process:
+            size = journal.stat().st_size if journal.exists() else 0
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                if journal.exists() and journal.stat().st_size > size:
+                    break  # it has begun to finish rows
+                time.sleep(0.02)
+            time.sleep(rng.uniform(0.0, 0.4))
+            kills += process.poll() is None
         lines = journal.read_bytes().count(b"\n")
         assert lines >= finished, "a finished row was lost"
         finished = lines
-    assert 2 * kills >= wanted, "the runs were too short to be killed"
-    last = run_command(*command, "-o", "killed.jsonl", cwd=tmp_path)
+    assert 2 * kills >= KILLS, "the runs were too short to be killed"
+    last = run_command(*COMMAND, "-o", "killed.jsonl", cwd=whole)
     assert last.returncode == 0, last.stderr
-    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert (whole / "killed.jsonl").read_bytes() == (whole / "whole.jsonl").read_bytes()
 
 
 def test_demo_from_an_installed_wheel(tmp_path: Path) -> None:
@@ -192,7 +175,8 @@ def test_demo_from_an_installed_wheel(tmp_path: Path) -> None:
     code = (
         "import sys; from importlib.resources import files; from dspark_cli.main import run;"
         "sys.stderr.write(str(files('dspark_demo')) + chr(10));"
-        "run(['generate', 'in.jsonl', '-o', '-', '--model', 'demo', '--max-tokens', '8'])"
+        "run(['generate', 'in.jsonl', '-o', '-', '--model', 'demo', '--max-tokens', '8',"
+        " '--device', 'cpu', '--threads', '1', '--verify', 'all'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

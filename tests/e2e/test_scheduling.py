@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from dspark_cli.main import run
-from tests.e2e.test_demo import DEMO, run_command
+from tests.e2e.test_demo import DEMO
+from tests.helpers.command import run_command
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def files(rows: Path) -> Path:
     shared = ("--model", "demo", "--threads", "1")
     small = ("--requests", "1,4", "--widths", "2,4", "--repeats", "2")
     call(rows, "profile", *shared, *small, "-o", "costs.json")
-    call(rows, "calibrate", "demo", *shared, "--limit", "60", "-o", "sts.json", "--plot", "p.svg")
+    call(rows, "calibrate", "demo", *shared, "--limit", "40", "-o", "sts.json", "--plot", "p.svg")
     return rows
 
 

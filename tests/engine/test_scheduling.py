@@ -1,5 +1,6 @@
 """Rule 1 with scheduling: whatever is verified, drafted greedy output is plain greedy output."""
 
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.helpers.engines import (
 from tests.helpers.host_graphs import use_host_graphs
 
 GAMMA = 4
+SEEDS = range(4 if "DSPARK_FULL" in os.environ else 2)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,7 @@ def schedule(engine: Engine, mode: str, table: CostTable) -> None:
     engine.decisions._default = mode  # type: ignore[assignment]
     engine.decisions.planner.table = table
     engine.decisions._measured = False
+    engine.decisions.note_host = lambda *_: None  # type: ignore[method-assign]
 
 
 VARIATIONS: dict[str, dict[str, Any]] = {
@@ -78,7 +81,7 @@ def test_rule_1_any_plan(
 ) -> None:
     engine = make_engine(*pair, **VARIATIONS[name])
     teach(engine, plain, hit_rate)
-    for seed in range(4):
+    for seed in SEEDS:
         randomise(engine, seed)
         assert outputs(engine, requests(prompts(12))) == plain
     assert engine.stats.schedule.rounds["plain"] > 0

@@ -1,9 +1,8 @@
 """Tokenizers, chat templates, and stop strings found as tokens arrive."""
 
 import json
+import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import CheckpointError, RequestError
 from engine.text import UNDECODED, StopMatch, StopMatcher, Tokenizer
@@ -94,14 +93,18 @@ def test_a_prompt_over_the_tokenizers_own_limit_warns_nobody(tmp_path: Path) -> 
     folder = write_tokenizer(tmp_path)
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": 8}))
-    program = (
-        "import sys; from pathlib import Path; from engine.text import Tokenizer\n"
-        "print(len(Tokenizer.load(Path(sys.argv[1])).encode('the cat ' * 50)))"
-    )
-    argv = [sys.executable, "-c", program, str(folder)]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert int(done.stdout) > 50
-    assert "longer than" not in done.stderr
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("transformers")
+    log.addHandler(handler)
+    try:
+        assert len(Tokenizer.load(folder).encode("the cat " * 50)) > 50
+        assert not any("longer than" in text for text in said)
+        AutoTokenizer.from_pretrained(folder)("the cat " * 50)
+        assert any("longer than" in text for text in said), "transformers by itself says it"
+    finally:
+        log.removeHandler(handler)
 
 
 def test_messages_without_a_template_are_that_rows_error(tmp_path: Path) -> None:

@@ -1,23 +1,19 @@
 """The demo pair through `dspark eval`, as a user would: files, gates and exit codes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.helpers.command import run_command
 
 ROOT = Path(__file__).parents[2]
 HELDOUT = ROOT / "examples" / "demo" / "heldout.jsonl"
 
-pytestmark = pytest.mark.alone
-
 
 def dspark(*args: str) -> int:
-    command = [sys.executable, "-m", "dspark_cli", *args, "--quiet", "--device", "cpu"]
-    command += ["--threads", "1"]  # two spin where cores are shared
-    return subprocess.run(command, check=False, cwd=ROOT).returncode
+    given = (*args, "--quiet", "--device", "cpu")
+    # two threads spin where cores are shared
+    return run_command(*given, "--threads", "1", cwd=ROOT).returncode
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -46,6 +42,6 @@ def test_gsm8k_drafted_and_plain(tmp_path: Path) -> None:
 
 
 def test_lossless_in_float32(tmp_path: Path) -> None:
-    given = ["eval", "lossless", str(HELDOUT), "--model", "demo", "--limit", "40"]
+    given = ["eval", "lossless", str(HELDOUT), "--model", "demo", "--limit", "16"]
     assert dspark(*given, "--out", str(tmp_path)) == 0
-    assert summary(tmp_path)["rows"] == {"equal": 40, "tie": 0, "bug": 0, "error": 0}
+    assert summary(tmp_path)["rows"] == {"equal": 16, "tie": 0, "bug": 0, "error": 0}
