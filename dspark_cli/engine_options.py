@@ -5,7 +5,7 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from dspark_cli.options import MEMORY, MODEL, SPECULATION, option
+from dspark_cli.options import MEMORY, MODEL, RUN, SPECULATION, option
 from dspark_cli.parsers import real, size, whole
 from engine.config import MAX_THREADS, EngineConfig
 from engine.errors import ConfigError
@@ -218,6 +218,15 @@ AllReduce = Annotated[
         "measured at start-up.",
     ),
 ]
+AuditRanks = Annotated[
+    bool,
+    option(
+        RUN,
+        "With -tp: before every round, not only every 64th, compare what the processes are about "
+        "to do, and end all of them (exit code 1) at the first difference.",
+        "--audit",
+    ),
+]
 EnforceEager = Annotated[
     bool,
     option(
@@ -266,6 +275,7 @@ class EngineOptions:
     tensor_parallel_size: TensorParallelSize = None
     sharded_loop: ShardedLoop = ShardedLoopName.auto
     all_reduce: AllReduce = AllReduceName.auto
+    audit: AuditRanks = EngineConfig.audit
 
     @property
     def is_shape(self) -> bool:

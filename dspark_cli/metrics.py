@@ -149,6 +149,11 @@ def _schedule(stats: EngineStats) -> dict[str, Any] | None:
         "predicted_tokens": round(done.predicted, 1),
         "realised_tokens": done.realised,
         "calibration_error": None if error is None else round(error, 4),
+        "plans_told": done.plans_told,
+        "plan_seconds": round(done.plan_seconds, 6),
+        "plan_exposed_seconds": round(done.plan_exposed_seconds, 6),
+        "audits": done.audits,
+        "audit_seconds": round(done.audit_seconds, 6),
     }
 
 

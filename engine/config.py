@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 ShardedLoop = Literal["auto", "on", "off"]
 AllReduce = Literal["auto", "nccl"]
+Overlap = Literal["auto", "on", "off"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 VerifyMode = Literal["all", "lagged", "sync"]
 MAX_THREADS = 1024
@@ -86,6 +87,13 @@ class EngineConfig:
     """Does each rank draft for its own requests only? auto: from the batch size at which that is
     faster, measured at start-up."""
 
+    audit: bool = False
+    """With several ranks: compare what they are about to do before every round; False: before every
+    64th. The first difference ends the run."""
+
+    overlap: Overlap = "auto"
+    """Prepare a round while the one before it runs? auto: on cuda."""
+
     all_reduce: AllReduce = "auto"
     """On cuda with several ranks: the fastest way for each size, measured at start-up; or NCCL."""
 
@@ -124,6 +132,33 @@ class EngineConfig:
         if self.cost_table is not None and self.verify == "all":
             raise ConfigError("--verify all weighs no costs: --cost-table is unused", "drop one")
 
+    def without_effect(self, *, on_cuda: bool, num_ranks: int, has_confidence: bool) -> list[str]:
+        """Settings that were changed and change nothing here, each with the reason.
+
+        Args:
+            on_cuda: Where it runs.
+            num_ranks: Processes that share the model.
+            has_confidence: Does each draft come with a confidence?
+        """
+        alone, cpu = num_ranks == 1, not on_cuda
+        unweighed = self.draft is not None and self.verify == "all"
+        reasons = {
+            "--audit": (self.audit and alone, "there is one process"),
+            "--sharded-loop": (self.sharded_loop != "auto" and alone, "there is one process"),
+            "--all-reduce": (self.all_reduce != "auto" and (alone or cpu), "it is for -tp on cuda"),
+            "--enforce-eager": (self.enforce_eager and cpu, "a CPU captures no graphs"),
+            "--no-fill-tiers": (
+                not self.fill_tiers and (cpu or self.enforce_eager or unweighed),
+                "only tiers of captured rounds with some of their drafts are filled",
+            ),
+            "--threads": (self.threads is not None and on_cuda, "the device is cuda"),
+            "--calibration": (
+                self.calibration is not None and (unweighed or not has_confidence),
+                "--verify all weighs no confidences" if unweighed else "the drafter has none",
+            ),
+        }
+        return [f"{name} has no effect: {why}" for name, (found, why) in reasons.items() if found]
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values, for another process."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
@@ -143,4 +178,6 @@ class EngineConfig:
             verify=None,
             cost_table=None,
             calibration=None,
+            fill_tiers=True,
+            sharded_loop="auto",
         )

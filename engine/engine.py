@@ -85,6 +85,7 @@ class Engine:
             Rows(limits.max_num_seqs, width, loaded.at.device),
             self.stats.seconds,
             use_graphs=loaded.at.device.type == "cuda" and not config.enforce_eager,
+            overlapped=worker.overlaps(config, loaded.at.device),
             graph_pool_bytes=limits.graph_pool_bytes,
         )
         early.detach()
@@ -103,10 +104,10 @@ class Engine:
             loaded.group,
         )
         self._launched: list[Launched] = []
+        """Steps whose results the host has not taken in."""
+
         self._only_round: Decided | None = None
         """The round of a turn without a prefill."""
-
-        """Steps whose results the host has not taken in."""
 
         self._shrinking = Shrinking(self._scheduler, self.stats)
         self.stats.drafted_at = [0] * self.gamma

@@ -4,6 +4,7 @@
 follows of a plan (slots, padding, verify_lens, which graph) is the same wherever it is carried out.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.audit import EVERY, Audit
 from engine.config import EngineConfig, VerifyMode
 from engine.dist.group import Group
 from engine.errors import CapacityError, ConfigError
@@ -32,6 +34,8 @@ from engine.spec.tiers import Tiers
 from engine.telemetry import CALIBRATION_BINS, RoundRecord, ScheduleStats
 
 OnResult = Callable[[Items[Sequence], RoundResult, NDArray[np.bool_]], None]
+
+_log = logging.getLogger(__name__)
 
 _PAIR = ("target", "draft", "num_speculative_tokens")
 
@@ -63,6 +67,7 @@ class Decisions:
         group: Group,
     ) -> None:
         self._group = group
+        self._audit = Audit(group, stats, 1 if config.audit else EVERY)
         draft, gamma = runner.net.draft, runner.net.num_speculative_tokens
         self._runner, self._stats, self._gamma = runner, stats, gamma
         self._default: VerifyMode = config.verify or "lagged"
@@ -81,6 +86,13 @@ class Decisions:
         self._meter = CostMeter(
             runner, pool, fingerprint, max_model_len, has_survival=self._has_survival
         )
+        idle = config.without_effect(
+            on_cuda=runner.rows.device.type == "cuda",
+            num_ranks=group.size,
+            has_confidence=self._has_survival,
+        )
+        for text in idle:
+            _log.info("%s", text)
         with group.starting():
             table = self._read(config, fingerprint) if group.rank == 0 else None
             scale = runner.steps.temperatures, runner.steps.shifts
@@ -97,7 +109,8 @@ class Decisions:
             None if runner.graphs is None else Tiers(runner.rows.spare, gamma),
             fill=config.fill_tiers,
             per_request=self._has_survival,
-            host=HostTimes(overlapped=runner.overlapped),
+            # a CPU does one after the other even where results are taken in late
+            host=HostTimes(overlapped=runner.overlapped and runner.rows.device.type == "cuda"),
         )
 
     def _read(self, config: EngineConfig, fingerprint: dict[str, str]) -> CostTable | None:
@@ -208,14 +221,23 @@ class Decisions:
         plan = None
         if self._group.rank == 0:
             plan = self.planner.plan(who, self._runner.captured(batch))
-        return Decided(self._tell(plan), self.planner.round, who, self.planner.predicted)
+        plan = self._tell(plan)
+        self._audit.check(plan, len(batch))
+        return Decided(plan, self.planner.round, who, self.planner.predicted)
 
     def _tell(self, plan: Plan | None) -> Plan:
-        """Rank 0's plan, on every rank."""
+        """Rank 0's plan, on every rank: all enter this in every round, whatever each would do."""
         if self._group.size == 1:
             assert plan is not None
             return plan
-        return Plan.from_wire(self._group.tell(None if plan is None else plan.to_wire()))
+        begin = time.perf_counter()
+        told = Plan.from_wire(self._group.tell(None if plan is None else plan.to_wire()))
+        spent = time.perf_counter() - begin
+        self._stats.plans_told += 1
+        self._stats.plan_seconds += spent
+        if not self._runner.clock.busy():
+            self._stats.plan_exposed_seconds += spent
+        return told
 
     def revise(self, decided: Decided, drafts: Drafts | None) -> Decided:
         """`sync`: how much the round verifies, once its drafts are there; waits for them."""
@@ -226,7 +248,9 @@ class Decisions:
             with self._runner.clock.waiting(), self._group.waiting():
                 survival = self._runner.survival(drafts, decided.num_reqs)
             plan = self.planner.replan(decided.plan, survival, decided.batch.kv_tokens)
-        return replace(decided, plan=self._tell(plan), predicted=self.planner.predicted)
+        plan = self._tell(plan)
+        self._audit.check(plan, decided.num_reqs, revised=True)
+        return replace(decided, plan=plan, predicted=self.planner.predicted)
 
     def note_host(self, decided: Decided, seconds: float) -> None:
         """The host took `seconds` for a turn with this round and nothing else."""
@@ -256,6 +280,7 @@ class Decisions:
             going: [R] False for requests that were over before the round.
             now: Clock time of its result.
         """
+        self._audit.came_back(int(result.verify_lens.sum()))
         if self._group.rank:
             return  # who does not plan has nothing to learn
         decided, members = launch.decided, [s for s, _ in launch.members]

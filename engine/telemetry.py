@@ -70,6 +70,21 @@ class ScheduleStats:
     realised: int = 0
     """Tokens those committed, before cuts at ends."""
 
+    plans_told: int = 0
+    """Messages from rank 0 with a plan."""
+
+    plan_seconds: float = 0.0
+    """What they took rank 0's host; on other ranks, waiting for rank 0 to decide is in it."""
+
+    plan_exposed_seconds: float = 0.0
+    """Of that, messages at whose end the device had nothing left to do; all of it on a CPU."""
+
+    audits: int = 0
+    """Comparisons of what ranks are about to do."""
+
+    audit_seconds: float = 0.0
+    """What they took the host, waiting for the slowest rank included."""
+
     foreseen_at: list[float] = field(default_factory=lambda: [0.0] * CALIBRATION_BINS)
     """Survivals of verified drafts, summed by tenth of survival."""
 

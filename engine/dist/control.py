@@ -52,6 +52,9 @@ class Control(Protocol):
             RankError: A rank has failed.
         """
 
+    def gather(self, number: int) -> list[int]:
+        """Every rank's 64-bit number, in rank order: cheaper than `exchange`."""
+
     def fail(self, error: Exception) -> None:
         """Take part in the others' next `exchange` with an error."""
 
@@ -66,6 +69,10 @@ class NoControl:
     def exchange(self, note: Any) -> list[Any]:
         """The one note."""
         return [note]
+
+    def gather(self, number: int) -> list[int]:
+        """The one number."""
+        return [number]
 
     def fail(self, error: Exception) -> None:
         """Nobody waits."""
@@ -101,6 +108,12 @@ class GlooControl:
     def exchange(self, note: Any) -> list[Any]:
         """An all-gather of lengths, then of notes padded to the longest."""
         return [found["note"] for found in self._checked({"note": note})]
+
+    def gather(self, number: int) -> list[int]:
+        """One all-gather of 8 bytes a rank."""
+        every = torch.empty(self._size, dtype=torch.int64)
+        self._backend._allgather_base(every, torch.tensor([number])).wait()
+        return [int(value) for value in every.tolist()]
 
     def fail(self, error: Exception) -> None:
         """Tell the others' next exchange; their failures do not matter any more."""

@@ -30,6 +30,7 @@ class ModelRunner:
         seconds: dict[str, float],
         *,
         use_graphs: bool,
+        overlapped: bool | None = None,
         graph_pool_bytes: int = 0,
     ) -> None:
         """Take over networks, rows and the times to add to; graphs need a CUDA device."""
@@ -37,8 +38,9 @@ class ModelRunner:
         self.rows = rows
         self.steps = Steps(networks, rows)
         self.clock = Clock(seconds, rows.device)
-        self.overlapped = rows.device.type == "cuda"
-        """Do launches return before their work is done?"""
+        on_cuda = rows.device.type == "cuda"
+        self.overlapped = on_cuda if overlapped is None else overlapped
+        """Are results of a step taken in while the next one runs?"""
 
         self.graphs = Graphs(self.steps, rows.spare, graph_pool_bytes) if use_graphs else None
         self.first_logits = torch.empty(0)

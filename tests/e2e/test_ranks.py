@@ -181,6 +181,30 @@ def test_a_rank_that_cannot_load_is_told_with_its_own_error(folder: Path) -> Non
         assert ("Traceback" in done.stderr) == bool(debug)
 
 
+def give_rank_1_another_tier() -> None:
+    """Have the processes of other ranks change each plan that they are told."""
+    from engine.dist import launch
+
+    broken = (
+        "import dataclasses, engine.planning as p; tell = p.Decisions._tell; "
+        "p.Decisions._tell = lambda *a: dataclasses.replace(tell(*a), tokens=99); "
+    )
+    whole = launch.boot_code().replace("from engine.fol", broken + "from engine.fol")
+    launch.boot_code = lambda: whole
+
+
+def test_ranks_that_differ_end_with_one_readable_error(folder: Path) -> None:
+    """Rank 1 makes another tier of the plan it is told; --audit is there before it is used."""
+    command = (*COMMAND, *SHORT, "-tp", "2", "--audit", "-o", "differ.jsonl")
+    done = run_forked(*command, cwd=folder, before=give_rank_1_another_tier)
+    assert done.returncode == 1
+    assert (
+        "error: the ranks do not carry out the same rounds: in round 1 the tier of tokens is "
+        "24 on rank 0, 99 on rank 1\n" in done.stderr
+    )
+    assert done.stderr.count("error:") == 1
+
+
 def test_under_torchrun_the_other_ranks_serve_rank_0(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", "2", "-m", "dspark_cli"]
@@ -199,10 +223,20 @@ def test_under_torchrun_the_other_ranks_serve_rank_0(folder: Path) -> None:
     assert (folder / "together.jsonl").read_bytes().splitlines() == alone[:6]
 
 
-def test_heads_decide_how_many_ranks_there_can_be(tmp_path: Path) -> None:
-    """4 KV heads: three ranks cannot share them. Refused before anything is started."""
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
-    done = run_command(*COMMAND, *SHORT, "-o", "out.jsonl", "-tp", "3", cwd=tmp_path)
+@pytest.mark.parametrize("size", ["2", "3"])
+def test_heads_decide_how_many_ranks_there_can_be(folder: Path, size: str) -> None:
+    """4 KV heads: two ranks hold two each; three cannot. Refused before anything is started."""
+    more = ("--audit", "--metrics-json", "m.json")
+    done = run_command(
+        *COMMAND, *SHORT, "--limit", "1", "-o", "out.jsonl", "-tp", size, *more, cwd=folder
+    )
+    if size == "2":
+        assert done.returncode == 0, done.stderr
+        found = json.loads((folder / "m.json").read_text())["schedule"]
+        assert found["audits"] == found["plans_told"] == sum(found["rounds_by_path"].values()) > 0
+        assert 0 < found["plan_exposed_seconds"] == found["plan_seconds"] < 1
+        assert done.stderr.count("the draft loop") == 1, "why it is or is not shared out, once"
+        return
     assert done.returncode == 2
     assert "-tp 3: the target has 8 heads and 4 KV heads" in done.stderr
     assert "use -tp 1, 2, 4 or 8" in done.stderr

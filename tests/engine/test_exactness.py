@@ -402,9 +402,8 @@ def test_rule_1_results_taken_in_a_round_late(
     """As on a CUDA device: the next round is launched before the last one's result is known."""
     per_block = 2 * 4 * 2 * 8 * 4 * (3 + 2)
     memory = {} if blocks is None else {"kv_cache_memory_bytes": blocks * per_block}
-    engine = make_engine(*pair, max_num_seqs=5, max_model_len=64 if blocks else 256, **memory)
-    engine.runner.overlapped = True
-    engine._scheduler.lookahead *= 2
+    sizes = {"max_num_seqs": 5, "max_model_len": 64 if blocks else 256, **memory}
+    engine = make_engine(*pair, overlap="on", **sizes)
     teach_late(engine, plain, hit_rate)
     for _ in range(2):
         assert outputs(engine, requests(prompts(12))) == plain

@@ -47,9 +47,7 @@ def test_texts_are_made_after_the_next_round_was_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = write_target(tmp_path / "t", "Qwen3ForCausalLM"), write_draft(tmp_path / "d")
-    engine = make_engine(target, draft, max_num_seqs=3)
-    engine.runner.overlapped = True
-    engine._scheduler.lookahead *= 2
+    engine = make_engine(target, draft, max_num_seqs=3, overlap="on")
     events = record(engine, monkeypatch)
     params = SamplingParams(max_tokens=12, stop=("never in it",))
     many: Any = requests(prompts(9), params)

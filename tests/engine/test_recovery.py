@@ -98,12 +98,10 @@ def teach_rows(engine: Engine, answers: dict[str, tuple[int, ...]], hit_rate: fl
 
 def make(pair: tuple[Path, Path], *, graphs: bool, late: bool, **sizes: Any) -> Engine:
     """An engine as on a GPU: replays rounds, takes results in a round late."""
-    engine = make_engine(*pair, **{"max_num_seqs": 6, "max_num_batched_tokens": 64, **sizes})
+    fields = {"max_num_seqs": 6, "max_num_batched_tokens": 64, **sizes}
+    engine = make_engine(*pair, overlap="on" if late else "off", **fields)
     if graphs:
         use_host_graphs(engine)
-    if late:
-        engine.runner.overlapped = True
-        engine._scheduler.lookahead *= 2
     return engine
 
 

@@ -95,11 +95,8 @@ def test_rule_1_any_plan_from_graphs(
     pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], late: bool
 ) -> None:
     """Replays of every tier, each with another geometry than the last time."""
-    engine = make_engine(*pair, max_num_seqs=6)
+    engine = make_engine(*pair, max_num_seqs=6, overlap="on" if late else "off")
     graphs = use_host_graphs(engine)
-    if late:
-        engine.runner.overlapped = True
-        engine._scheduler.lookahead *= 2
     for width in (6, 5, 3, 1):
         randomise(engine, width)
         ran = engine.run(requests(prompts(12)), max_num_seqs=width)
@@ -128,13 +125,11 @@ def test_rule_1_planned_rounds(
     pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], mode: str, token: float
 ) -> None:
     for late in (False, True):
-        engine = make_engine(*pair, max_num_seqs=5)
+        # late: as on a CUDA device, results are taken in while the next round runs
+        engine = make_engine(*pair, max_num_seqs=5, overlap="on" if late else "off")
         schedule(engine, mode, cost_table(token))
         if not late:  # taught drafts go by what the host knows
             teach(engine, plain, 0.8)
-        else:  # as on a CUDA device: results are taken in a round late
-            engine.runner.overlapped = True
-            engine._scheduler.lookahead *= 2
         assert outputs(engine, requests(prompts(12))) == plain
         done = engine.stats.schedule
         assert done.tokens == done.scheduled
