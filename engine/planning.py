@@ -20,12 +20,12 @@ from engine.dist.group import Group
 from engine.errors import CapacityError, ConfigError
 from engine.kernels.acceptance import Drafts
 from engine.kv.blocks import BlockPool
+from engine.measurements import PAIR, read_calibration, read_cost_table
 from engine.profiling import CostMeter
 from engine.runner.model_runner import ModelRunner
 from engine.runner.out_of_memory import first_line, is_out_of_memory
 from engine.runner.pending import Launched, RoundResult
 from engine.sequence import Sequence
-from engine.spec.calibration import Calibration
 from engine.spec.cost_table import CostTable
 from engine.spec.host_times import HostTimes
 from engine.spec.plan import Plan
@@ -36,8 +36,6 @@ from engine.telemetry import CALIBRATION_BINS, RoundRecord, ScheduleStats
 OnResult = Callable[[Items[Sequence], RoundResult, NDArray[np.bool_]], None]
 
 _log = logging.getLogger(__name__)
-
-_PAIR = ("target", "draft", "num_speculative_tokens")
 
 
 class Decisions:
@@ -74,7 +72,7 @@ class Decisions:
         self._has_survival = config.synthetic_acceptance is not None or (
             draft is not None and draft.spec.has_confidence
         )
-        self.pair_fingerprint = {n: fingerprint[n] for n in _PAIR}
+        self.pair_fingerprint = {n: fingerprint[n] for n in PAIR}
         """What confidences depend on; the device has no part in it."""
 
         self.on_result: OnResult | None = None
@@ -115,16 +113,11 @@ class Decisions:
 
     def _read(self, config: EngineConfig, fingerprint: dict[str, str]) -> CostTable | None:
         """What files say: temperatures and shifts into the steps, and a cost table."""
-        if config.calibration is not None:
-            calibration = Calibration.read(config.calibration)
-            calibration.check(self.pair_fingerprint, self._gamma)
+        calibration = read_calibration(config, self.pair_fingerprint, self._gamma)
+        if calibration is not None:
             self._runner.steps.temperatures.copy_(torch.tensor(calibration.temperatures))
             self._runner.steps.shifts.copy_(torch.tensor(calibration.shifts))
-        if config.cost_table is None:
-            return None
-        table = CostTable.read(config.cost_table)
-        table.check(fingerprint)
-        return table
+        return read_cost_table(config, fingerprint)
 
     @property
     def has_confidence(self) -> bool:

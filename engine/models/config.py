@@ -96,8 +96,3 @@ class DraftSpec:
     confidence_with_markov: bool
     max_position: int
     dtype: str
-
-    @property
-    def num_query_rows(self) -> int:
-        """Draft rows per request at the trained G: anchor included."""
-        return self.num_speculative_tokens + (0 if self.sample_from_anchor else 1)

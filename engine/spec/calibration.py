@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.spec.cost_table import check_fingerprint, check_schema, read_object
+from engine.spec.cost_table import about_file, check_fingerprint, check_schema, read_object
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -170,15 +170,9 @@ class Calibration:
     def __post_init__(self) -> None:
         """Refuse what confidences cannot be divided by."""
         if not self.temperatures or not all(np.isfinite(t) and t > 0 for t in self.temperatures):
-            raise ConfigError(
-                f"--calibration: temperatures must be finite and > 0, got {self.temperatures}",
-                "make the file again: dspark calibrate",
-            )
+            raise _bad(f"temperatures must be finite and > 0, got {self.temperatures}")
         if len(self.shifts) != len(self.temperatures) or not np.isfinite(self.shifts).all():
-            raise ConfigError(
-                f"--calibration: shifts must be finite, one for each temperature: {self.shifts}",
-                "make the file again: dspark calibrate",
-            )
+            raise _bad(f"shifts must be finite, one for each temperature: {self.shifts}")
 
     @property
     def scale(self) -> Scale:
@@ -195,12 +189,9 @@ class Calibration:
         Raises:
             ConfigError: Names everything that differs.
         """
-        check_fingerprint("--calibration", self.fingerprint, fingerprint, "dspark calibrate")
+        check_fingerprint(self.fingerprint, fingerprint, "dspark calibrate")
         if len(self.temperatures) != gamma:
-            raise ConfigError(
-                f"--calibration: {len(self.temperatures)} temperatures for {gamma} draft tokens",
-                "make the file again: dspark calibrate",
-            )
+            raise _bad(f"{len(self.temperatures)} temperatures for {gamma} draft tokens")
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
@@ -214,17 +205,19 @@ class Calibration:
         Raises:
             ConfigError: It cannot be read, or is not one.
         """
-        values = read_object("--calibration", path)
-        check_schema("--calibration", values, SCHEMA, SCHEMA_VERSION)
-        del values["schema"], values["schema_version"]
-        try:
-            lists = ("temperatures", "shifts", "ece_before", "ece_after")
-            return cls(**{**values, **{n: tuple(float(x) for x in values[n]) for n in lists}})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--calibration {path}: the file is damaged: {error!r}",
-                "make it again: dspark calibrate",
-            ) from None
+        with about_file("--calibration", path):
+            values = read_object(path)
+            check_schema(values, SCHEMA, SCHEMA_VERSION)
+            del values["schema"], values["schema_version"]
+            try:
+                lists = ("temperatures", "shifts", "ece_before", "ece_after")
+                return cls(**{**values, **{n: tuple(float(x) for x in values[n]) for n in lists}})
+            except (KeyError, TypeError, ValueError) as error:
+                raise _bad(repr(error)) from None
+
+
+def _bad(what: str) -> ConfigError:
+    return ConfigError(f"the calibration is damaged: {what}", "make it again: dspark calibrate")
 
 
 def evaluate(

@@ -8,7 +8,8 @@ what that many tokens cost in one and in the other. Every KV token beyond `conte
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,16 @@ class CostTable:
         """Refuse what cannot be looked up."""
         sizes = [c.requests for c in self.plain]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
-            raise ConfigError(f"cost table: plain steps at {sizes} requests do not ascend from 1")
+            raise _bad(f"plain steps at {sizes} requests do not ascend from 1")
         if [c.requests for c in self.draft] != sizes:
-            raise ConfigError("cost table: draft and plain times are of different batch sizes")
+            raise _bad("draft and plain times are of different batch sizes")
         for size in sizes:
             if not any(c.requests == size and c.tokens > size for c in self.verify):
-                raise ConfigError(f"cost table: no verify time at {size} requests")
+                raise _bad(f"no verify time at {size} requests")
         cells = (*self.draft, *self.plain, *self.verify)
         bad = next((c for c in cells if not (np.isfinite(c.ms) and c.ms > 0)), None)
         if bad is not None or not np.isfinite([self.kv.plain, self.kv.round]).all():
-            raise ConfigError(f"cost table: times must be finite and > 0, got {bad or self.kv}")
+            raise _bad(f"times must be finite and > 0, got {bad or self.kv}")
 
     @property
     def max_requests(self) -> int:
@@ -150,7 +151,7 @@ class CostTable:
         Raises:
             ConfigError: Names everything that differs.
         """
-        check_fingerprint("--cost-table", self.fingerprint, fingerprint, "dspark profile")
+        check_fingerprint(self.fingerprint, fingerprint, "dspark profile")
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
@@ -164,7 +165,7 @@ class CostTable:
         Raises:
             ConfigError: It is not a cost table.
         """
-        check_schema("--cost-table", values, SCHEMA, SCHEMA_VERSION)
+        check_schema(values, SCHEMA, SCHEMA_VERSION)
         try:
             parts = {n: tuple(Cell(**c) for c in values[n]) for n in ("draft", "plain", "verify")}
             return cls(
@@ -175,9 +176,7 @@ class CostTable:
                 **parts,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--cost-table: the file is damaged: {error!r}", "make it again: dspark profile"
-            ) from None
+            raise _bad(repr(error)) from None
 
     @classmethod
     def read(cls, path: Path) -> "CostTable":
@@ -186,10 +185,24 @@ class CostTable:
         Raises:
             ConfigError: It cannot be read, or is not one.
         """
-        return cls.from_json(read_object("--cost-table", path))
+        with about_file("--cost-table", path):
+            return cls.from_json(read_object(path))
 
 
-def read_object(option: str, path: Path) -> dict[str, Any]:
+def _bad(what: str) -> ConfigError:
+    return ConfigError(f"the cost table is damaged: {what}", "make it again: dspark profile")
+
+
+@contextmanager
+def about_file(option: str, path: Path) -> Iterator[None]:
+    """A context in which complaints are about a file: they begin with its option and name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{option} {path}: {error}", error.hint) from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object.
 
     Raises:
@@ -198,27 +211,30 @@ def read_object(option: str, path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {path}: {error}", "name a file that dspark wrote") from None
+        raise ConfigError(str(error), "name a file that dspark wrote") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{option} {path}: not a JSON object", "name a file that dspark wrote")
+        raise ConfigError("not a JSON object", "name a file that dspark wrote")
     return values
 
 
-def check_schema(option: str, values: dict[str, Any], schema: str, version: int) -> None:
+def check_schema(values: dict[str, Any], schema: str, version: int) -> None:
     """Refuse another kind or version of file."""
     found = values.get("schema"), values.get("schema_version")
     if found != (schema, version):
         raise ConfigError(
-            f"{option}: the file's schema is {found[0]!r} version {found[1]!r}, this needs "
+            f"the file's schema is {found[0]!r} version {found[1]!r}, this needs "
             f"{schema!r} version {version}",
             "make it again with this version of dspark",
         )
 
 
-def check_fingerprint(
-    option: str, theirs: dict[str, str], ours: dict[str, str], command: str
-) -> None:
+def check_fingerprint(theirs: dict[str, str], ours: dict[str, str], command: str) -> None:
     """Refuse a file that was made for something else.
+
+    Args:
+        theirs: Of the file.
+        ours: Of this engine.
+        command: What makes such a file.
 
     Raises:
         ConfigError: Names everything that differs.
@@ -228,7 +244,7 @@ def check_fingerprint(
     if differ:
         what = "; ".join(f"{n} is {ours.get(n)} here, {theirs.get(n)} there" for n in differ)
         raise ConfigError(
-            f"{option}: the file was made for something else: {what}",
+            f"the file was made for something else: {what}",
             "give --threads as there"
             if differ == ["device"] and "threads" in theirs["device"]
             else f"make one for this pair and device: {command}",

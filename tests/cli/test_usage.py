@@ -39,6 +39,9 @@ HUGE = "99999999999999999999999999"
         ("--max-tokens", HUGE, f"got {HUGE}"),
         ("--top-k", HUGE, f"got {HUGE}"),
         ("--temperature", "1e308", "got 1e+308"),
+        # as Typer has it, behind the name of a Python exception
+        ("--verify", "most", "'--verify': 'most' is not one of 'all', 'lagged', 'sync'"),
+        ("--rerun", "all", "'--rerun': 'all' is not one of 'failed', 'truncated'"),
     ],
 )
 def test_value_out_of_range_is_named_with_its_bounds(

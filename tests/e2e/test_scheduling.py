@@ -66,7 +66,7 @@ def test_every_mode_gives_plain_output(files: Path) -> None:
     want = completions(files, "plain.jsonl")
     both = ("--cost-table", "costs.json", "--calibration", "sts.json")
     for name, options in {
-        "all": ("--verify", "all"),
+        "all": ("--verify", "all", "--calibration", "sts.json", "--audit"),
         "lagged": ("--verify", "lagged", *both),
         "sync": ("--verify", "sync", *both),
         "default": (),
@@ -74,6 +74,8 @@ def test_every_mode_gives_plain_output(files: Path) -> None:
         said = call(files, "generate", "in.jsonl", *COMMON, *options, "-o", f"{name}.jsonl")
         assert completions(files, f"{name}.jsonl") == want
         assert ("what rounds cost" in said) == (name == "default")
+        idle = ("--calibration has no effect: --verify all", "--audit has no effect: there is one")
+        assert [said.count(text) for text in idle] == [int(name == "all")] * 2
 
 
 def test_metrics_and_trace_tell_the_same_story(files: Path) -> None:
@@ -98,13 +100,32 @@ def test_metrics_and_trace_tell_the_same_story(files: Path) -> None:
     assert counters == {"target tokens", "requests", "budget a request", "tokens a round"}
 
 
+def test_a_dry_run_takes_files_that_fit(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose device they are of is not known then."""
+    monkeypatch.chdir(files)
+    elsewhere = json.loads((files / "costs.json").read_text())
+    elsewhere["fingerprint"]["device"] = "another"
+    (files / "elsewhere.json").write_text(json.dumps(elsewhere))
+    both = ("--cost-table", "elsewhere.json", "--calibration", "sts.json")
+    with pytest.raises(SystemExit) as info:
+        run(["generate", "in.jsonl", *COMMON, *both, "--dry-run"])
+    assert info.value.code == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("--draft", "demo-rnn", "--cost-table", "costs.json"), "draft is"),
         (("--draft", "demo-rnn", "--calibration", "sts.json"), "draft is"),
         (("-g", "3", "--calibration", "sts.json"), "num_speculative_tokens is 3 here, 7 there"),
-        (("--calibration", "costs.json"), "schema"),
+        (("--calibration", "costs.json"), "--calibration costs.json: the file's schema is"),
+        (("--cost-table", "nan.json"), "--cost-table nan.json: the cost table is damaged: times"),
+        (("--cost-table", "nan.json"), "hint: make it again: dspark profile"),
+        (("--dry-run", "--cost-table", "nan.json"), "--cost-table nan.json: the cost table is"),
+        (("--dry-run", "--draft", "demo-rnn", "--cost-table", "costs.json"), "draft is"),
+        (("--dry-run", "-g", "3", "--calibration", "sts.json"), "is 3 here, 7 there"),
         (("--verify", "all", "--cost-table", "costs.json"), "unused"),
         (("--draft", "none", "--verify", "lagged"), "there is no draft"),
     ],
@@ -117,6 +138,9 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(files)
+    damaged = json.loads((files / "costs.json").read_text())
+    damaged["plain"][0]["ms"] = float("nan")
+    (files / "nan.json").write_text(json.dumps(damaged))
     with pytest.raises(SystemExit) as info:
         run(["generate", "in.jsonl", *COMMON, *args, "-o", "refused.jsonl", "--overwrite"])
     assert info.value.code == 2
