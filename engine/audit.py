@@ -13,11 +13,19 @@ import numpy as np
 
 from engine.dist.control import RankError
 from engine.dist.group import Group
+from engine.errors import DSparkError
 from engine.spec.plan import PATHS, Plan
 from engine.telemetry import ScheduleStats
 
 EVERY = 64
 """Rounds between comparisons that nobody asked for: cheap enough to be always there."""
+
+
+_DIFFER = "the ranks do not carry out the same rounds"
+_HINT = (
+    "run the same command again, finished rows are kept; if it happens again, please report it "
+    "with these values"
+)
 
 
 class DivergenceError(RankError):
@@ -117,9 +125,11 @@ def _divergence(everyone: list[list[Facts]]) -> DivergenceError:
             if len(set(values)) > 1:
                 shown = ", ".join(f"{_shown(name, v)} on rank {r}" for r, v in enumerate(values))
                 where = f"in round {facts[0].round} " if name != "round" else ""
-                return _error(f"{where}{_NAMES.get(name, f'the {name}')} is {shown}")
+                return DivergenceError(
+                    f"{_DIFFER}: {where}{_NAMES.get(name, f'the {name}')} is {shown}", _HINT
+                )
     counts = ", ".join(f"{len(noted)} on rank {rank}" for rank, noted in enumerate(everyone))
-    return _error(f"rounds since the last comparison are {counts}")
+    return DivergenceError(f"{_DIFFER}: rounds since the last comparison are {counts}", _HINT)
 
 
 def _shown(name: str, value: int) -> str:
@@ -128,9 +138,10 @@ def _shown(name: str, value: int) -> str:
     return "none" if name == "budget" and value < 0 else str(value)
 
 
-def _error(what: str) -> DivergenceError:
-    return DivergenceError(
-        f"the ranks do not carry out the same rounds: {what}",
-        "run the same command again, finished rows are kept; if it happens again, please report "
-        "it with these values",
-    )
+def out_of_step(what: str) -> DSparkError:
+    """A rank that finds out alone, where others wait for it: its end is the news for them.
+
+    Args:
+        what: What it has that rank 0 has not.
+    """
+    return DSparkError(f"{_DIFFER}: {what}", _HINT)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from engine.audit import out_of_step
 from engine.dist.group import Group
 from engine.runner.model_runner import ModelRunner
 from engine.spec.tiers import Tiers
@@ -81,9 +82,15 @@ class Lockstep:
             yield
 
     def commands(self) -> Iterator[list[Any]]:
-        """On another rank: what rank 0 does, until it sends this one away."""
+        """On another rank: what rank 0 does, until it sends this one away.
+
+        Raises:
+            DSparkError: Rank 0 tells something else: it does not do what this rank does.
+        """
         while True:
             for command in self._group.tell(None):
                 if command == ["close"]:
                     return
+                if isinstance(command, int):  # a plan's
+                    raise out_of_step("rank 0 has a round to decode where this rank has none")
                 yield command

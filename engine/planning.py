@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.audit import EVERY, Audit
+from engine.audit import EVERY, Audit, out_of_step
 from engine.config import EngineConfig, VerifyMode
 from engine.dist.group import Group
 from engine.errors import CapacityError, ConfigError
@@ -224,13 +224,15 @@ class Decisions:
             assert plan is not None
             return plan
         begin = time.perf_counter()
-        told = Plan.from_wire(self._group.tell(None if plan is None else plan.to_wire()))
+        told = self._group.tell(None if plan is None else plan.to_wire())
         spent = time.perf_counter() - begin
+        if not isinstance(told[0], int):  # a command, of what rank 0 does next
+            raise out_of_step("this rank has a round to decode where rank 0 has none")
         self._stats.plans_told += 1
         self._stats.plan_seconds += spent
         if not self._runner.clock.busy():
             self._stats.plan_exposed_seconds += spent
-        return told
+        return Plan.from_wire(told)
 
     def revise(self, decided: Decided, drafts: Drafts | None) -> Decided:
         """`sync`: how much the round verifies, once its drafts are there; waits for them."""

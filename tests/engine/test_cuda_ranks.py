@@ -30,6 +30,8 @@ def test_demo_pair(sampling: dict[str, Any]) -> None:
         {"sharded_loop": "on", "max_num_seqs": 1},
         {"sharded_loop": "on", "enforce_eager": True, "max_num_seqs": 7},
         {"sharded_loop": "on", "all_reduce": "nccl"},
+        {"sharded_loop": "on", "overlap": "off", "audit": True},
+        {"sharded_loop": "off", "verify": "sync", "audit": True},
     ):
         engine = demo(2, **settings)
         got = outputs(engine, many)

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from engine.audit import EVERY, Audit, DivergenceError, Facts, _divergence
 from engine.dist.control import RankError
 from engine.dist.group import Group
+from engine.errors import DSparkError
+from engine.lockstep import Lockstep
+from engine.planning import Decisions
 from engine.spec.cost_table import Cell, CostTable
 from engine.spec.plan import Plan
 from engine.telemetry import ScheduleStats
@@ -193,6 +197,17 @@ def test_ranks_that_counted_differently_are_told_so() -> None:
     error = _divergence([[FACTS], [FACTS, FACTS]])
     assert str(error).endswith("rounds since the last comparison are 1 on rank 0, 2 on rank 1")
     assert isinstance(error, RankError)
+
+
+def test_a_rank_without_rank_0s_round_says_so() -> None:
+    """A message of another kind than awaited used to be an error of Python's."""
+    told = iter(([2, 5, 4, 12], [["step"]]))
+    group: Any = SimpleNamespace(tell=lambda _message: next(told), size=2)
+    with pytest.raises(DSparkError, match="rank 0 has a round to decode where this rank has none"):
+        next(Lockstep(group).commands())
+    here: Any = SimpleNamespace(_group=group)
+    with pytest.raises(DSparkError, match="has a round to decode where rank 0 has none"):
+        Decisions._tell(here, None)
 
 
 def test_one_rank_compares_nothing() -> None:
