@@ -45,6 +45,9 @@ class Control(Protocol):
     def tell(self, message: Any) -> Any:
         """Rank 0's message, on every rank; what others give is ignored."""
 
+    def settle(self) -> None:
+        """Wait until what this rank told is on its way for good: a process may end after it."""
+
     def exchange(self, note: Any) -> list[Any]:
         """Every rank's note, in rank order.
 
@@ -65,6 +68,9 @@ class NoControl:
     def tell(self, message: Any) -> Any:
         """The message."""
         return message
+
+    def settle(self) -> None:
+        """Nothing was told."""
 
     def exchange(self, note: Any) -> list[Any]:
         """The one note."""
@@ -90,12 +96,20 @@ class GlooControl:
         self._backend = backend
         self._rank = backend.rank()
         self._size = backend.size()
+        self._sending: Any = None
 
     def tell(self, message: Any) -> Any:
-        """Rank 0's message: one broadcast of 4 KB, and another of the rest where it is longer."""
+        """Rank 0's message: one broadcast of 4 KB, and another of the rest where it is longer.
+
+        Rank 0 does not wait for a short one to be sent: its rounds have more than one.
+        """
+        self.settle()
         data = json.dumps(message).encode() if self._rank == 0 else b""
         first = _pack(data[:_SHORT], len(data))
-        self._backend.broadcast([first]).wait()
+        self._sending = self._backend.broadcast([first])
+        if self._rank == 0 and len(data) <= _SHORT:
+            return json.loads(data)
+        self.settle()
         total = int(first[:8].view(torch.int64))
         if total <= _SHORT:
             return json.loads(bytes(first[8 : 8 + total].numpy()))
@@ -105,12 +119,19 @@ class GlooControl:
         self._backend.broadcast([rest]).wait()
         return json.loads(bytes(first[8:].numpy()) + bytes(rest.numpy()))
 
+    def settle(self) -> None:
+        """Wait for the last message; its failure is raised here."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.wait()
+
     def exchange(self, note: Any) -> list[Any]:
         """An all-gather of lengths, then of notes padded to the longest."""
         return [found["note"] for found in self._checked({"note": note})]
 
     def gather(self, number: int) -> list[int]:
         """One all-gather of 8 bytes a rank."""
+        self.settle()
         every = torch.empty(self._size, dtype=torch.int64)
         self._backend._allgather_base(every, torch.tensor([number])).wait()
         return [int(value) for value in every.tolist()]
@@ -131,6 +152,7 @@ class GlooControl:
         return notes
 
     def _gather(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        self.settle()
         data = json.dumps(note).encode()
         lengths = torch.empty(self._size, dtype=torch.int64)
         self._backend._allgather_base(lengths, torch.tensor([len(data)])).wait()

@@ -150,6 +150,7 @@ class Group:
         if self.leads and not broken:
             try:
                 self.control.tell([["close"]])
+                self.control.settle()
             except RuntimeError:  # they are gone already
                 broken = True
         if self.stop is not None:
