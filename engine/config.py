@@ -149,7 +149,7 @@ class EngineConfig:
             "--enforce-eager": (self.enforce_eager and cpu, "a CPU captures no graphs"),
             "--no-fill-tiers": (
                 not self.fill_tiers and (cpu or self.enforce_eager or unweighed),
-                "only tiers of captured rounds with some of their drafts are filled",
+                "it is for captured rounds that verify some of their drafts",
             ),
             "--threads": (self.threads is not None and on_cuda, "the device is cuda"),
             "--calibration": (
