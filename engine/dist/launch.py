@@ -45,6 +45,8 @@ class Processes:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+            if child.stdin is not None:
+                child.stdin.close()
 
     def _start(self, boot: dict[str, Any]) -> "subprocess.Popen[bytes]":
         reads, writes = os.pipe()

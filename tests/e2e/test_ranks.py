@@ -254,7 +254,8 @@ def test_bench_collectives_times_every_exchange(tmp_path: Path) -> None:
     assert rows["base logits, all-to-all", 3]["num_bytes"] == 2 * 7 * 512 * 4, "of its own rows"
     assert rows["hidden, all-reduce", 1]["num_bytes"] == 8 * 256 * 4
     assert all(e["microseconds"] > 0 for e in rows.values())
-    assert len(rows) == 9
+    assert rows["hidden, sum and norm, gloo", 1]["num_bytes"] == 8 * 256 * 4
+    assert len(rows) == 11
     alone = run_command(*command[:4], "--device", "cpu", cwd=tmp_path)
     assert alone.returncode == 2
     assert "give -tp 2 or more" in alone.stderr
