@@ -407,9 +407,12 @@ class Engine:
                 ids, lens = result.token_ids, result.verify_lens.tolist()
             counts, ids = values[:, 0].tolist(), ids.tolist()
             many = zip(launch.members, going, counts, ids, lens, strict=True)
+            rounds: list[Round] = []
             for (sequence, _), alive, count, tokens, verify_len in many:
                 if alive:
-                    finished += self._commit(sequence, tokens[:count], verify_len)
+                    got = tokens[:count]
+                    finished += self._commit(sequence, got, verify_len, now, rounds)
+            self.stats.count_rounds((r.drafted, r.accepted, r.committed) for r in rounds)
             if result is not None:
                 self.decisions.learn(launch, result, np.array(going, dtype=bool), now)
         return finished
@@ -439,29 +442,38 @@ class Engine:
         )
         return None
 
-    def _commit(self, sequence: Sequence, tokens: Items[int], verify_len: int) -> list[Output]:
+    def _commit(
+        self,
+        sequence: Sequence,
+        tokens: list[int],
+        verify_len: int,
+        now: float,
+        rounds: list[Round],
+    ) -> Items[Output]:
         """Append a step's tokens, none if it failed.
 
         Args:
             sequence: Whose.
             tokens: What it got.
             verify_len: Its target tokens in a round; 0 in a prefill.
+            now: Clock time of the result.
+            rounds: Gets what its drafts came to.
         """
         if not tokens:
             self._retire(sequence)
             return [not_finite(sequence)]
         kept, end = sequence.commit(tokens, self._eos, self.max_model_len)
-        sequence.commits.append((time.perf_counter(), kept))
+        sequence.commits.append((now, kept))
         self.stats.output_tokens += kept
         if not self.stats.until_first_token:
-            self._note_first_token(sequence.commits[-1][0])
+            self._note_first_token(now)
         if verify_len:
             if verify_len > 1:
-                self._record(sequence, len(tokens), kept, verify_len - 1)
+                rounds.append(_record(sequence, len(tokens), kept, verify_len - 1))
             # the last kept token is the next anchor: its KV is not there yet
             self._scheduler.advance(sequence, sequence.num_computed + kept)
         if end is None:
-            return []
+            return ()
         self._retire(sequence)
         self.stats.cached_tokens += sequence.num_cached_tokens or 0
         return [complete(sequence, end, self.tokenizer)]
@@ -476,17 +488,18 @@ class Engine:
         sequence.ended = True
         self._scheduler.retire(sequence)
 
-    def _record(self, sequence: Sequence, committed: int, kept: int, checked: int) -> None:
-        """Count a round that checked drafts, after the cut."""
-        accepted = min(committed - 1, kept)
-        # a sequence that ended inside the drafts never output what follows
-        drafted = kept if kept < committed else checked
-        sequence.rounds.append(Round(drafted, accepted, kept))
-        self.stats.count_round(drafted, accepted, kept)
-
     def _count(self) -> None:
         scheduler, stats = self._scheduler, self.stats
         stats.running = len(scheduler.running)
         stats.waiting = len(scheduler.waiting)
         stats.preemptions = scheduler.num_preemptions
         stats.kv_blocks_used = scheduler.pool.num_blocks - scheduler.pool.num_free
+
+
+def _record(sequence: Sequence, committed: int, kept: int, checked: int) -> Round:
+    """A round that checked drafts, after the cut."""
+    # a sequence that ended inside the drafts never output what follows
+    drafted = kept if kept < committed else checked
+    found = Round(drafted, min(committed - 1, kept), kept)
+    sequence.rounds.append(found)
+    return found

@@ -55,6 +55,9 @@ class Sequence:
     commits: list[tuple[float, int]] = field(default_factory=list)
     """(clock time, tokens kept) of each step that gave it tokens."""
 
+    _ends: frozenset[int] | None = None
+    """Tokens that end it, once it has been given any."""
+
     def __post_init__(self) -> None:
         """Start from the prompt."""
         self.token_ids = list(self.request.prompt_token_ids)
@@ -102,13 +105,19 @@ class Sequence:
             How many tokens were kept, and the end, if one came.
         """
         params, room = self.request.params, self.room(max_model_len)
+        if self._ends is None:
+            self._ends = frozenset(params.stop_token_ids) | (
+                frozenset() if params.ignore_eos else eos_token_ids
+            )
+        if self.matcher is None and len(tokens) < room and self._ends.isdisjoint(tokens):
+            self.token_ids += tokens
+            return len(tokens), None
         for kept, token in enumerate(tokens, start=1):
             self.token_ids.append(token)
             match = self.matcher.push(token) if self.matcher is not None else None
             if match is not None:
                 return kept, End(FinishReason.STOP, match.stop, match.text_end)
-            is_eos = token in eos_token_ids and not params.ignore_eos
-            if is_eos or token in params.stop_token_ids:
+            if token in self._ends:
                 return kept, End(FinishReason.STOP, token, None)
             if kept >= room:
                 return kept, End(FinishReason.LENGTH, None, None)

@@ -1,5 +1,7 @@
 """Counters and timers of one engine; host data only."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 CALIBRATION_BINS = 10
@@ -170,15 +172,21 @@ class EngineStats:
     """Wall time from the engine's beginning to its first output token: load, warm-up, capture, and
     the rest. Empty before that token."""
 
-    def count_round(self, drafted: int, accepted: int, committed: int) -> None:
-        """Count a request-round that checked `drafted` drafts, after the cut."""
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.committed += committed
-        for k in range(drafted):
-            self.drafted_at[k] += 1
-            self.accepted_at[k] += k < accepted
+    def count_rounds(self, rounds: Iterable[tuple[int, int, int]]) -> None:
+        """Count request-rounds, after the cut. Many are alike: each kind is counted once.
+
+        Args:
+            rounds: Drafts checked, accepted and tokens committed of each.
+        """
+        for (drafted, accepted, committed), times in Counter(rounds).items():
+            self.rounds += times
+            self.drafted += drafted * times
+            self.accepted += accepted * times
+            self.committed += committed * times
+            for k in range(drafted):
+                self.drafted_at[k] += times
+            for k in range(min(drafted, accepted)):
+                self.accepted_at[k] += times
 
     @property
     def acceptance_length(self) -> float:

@@ -1,6 +1,7 @@
 """Rule 1 with scheduling: whatever is verified, drafted greedy output is plain greedy output."""
 
 import os
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -214,13 +215,13 @@ def test_sampled_rows_commit_prefixes_whatever_the_budget(pair: tuple[Path, Path
         commit = engine._commit
 
         def note(
-            sequence: Any, tokens: Any, verify_len: int, commit: Any = commit, first: Any = first
+            sequence: Any, tokens: Any, verify_len: int, *more: Any, commit: Any, first: Any
         ) -> Any:
             if verify_len:
                 first.setdefault(sequence.request.request_id, list(tokens))
-            return commit(sequence, tokens, verify_len)
+            return commit(sequence, tokens, verify_len, *more)
 
-        engine._commit = note  # type: ignore[method-assign]
+        engine._commit = partial(note, commit=commit, first=first)  # type: ignore[method-assign]
         complete(engine, requests(prompts(6), hot))
         committed.append(first)
     for less, more in pairwise(committed):
