@@ -160,7 +160,7 @@ def make_engine(given: argparse.Namespace, cell: Cell) -> Any:
 def run_cell(engine: Any, given: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     work, records = WORKLOADS[cell.workload], []
     requests = make_requests(engine, given, cell)
-    before, spent = asdict(engine.stats.schedule), dict(engine.stats.seconds)
+    before = asdict(engine.stats.schedule)
     engine.follow(records.append)
     source = in_waves(requests, cell.batch, work.waves)
     done = {
@@ -170,9 +170,6 @@ def run_cell(engine: Any, given: argparse.Namespace, cell: Cell) -> dict[str, An
     engine.follow(None)
     after = asdict(engine.stats.schedule)
     counted = ("plans_told", "plan_seconds", "plan_exposed_seconds", "audits", "audit_seconds")
-    aside = sum(
-        engine.stats.seconds.get(n, 0.0) - spent.get(n, 0.0) for n in ("prefill", "capture")
-    )
     outputs = sorted(done.items())
     return {
         "finished": len(done) == len(requests) and all(done.values()),
@@ -181,7 +178,7 @@ def run_cell(engine: Any, given: argparse.Namespace, cell: Cell) -> dict[str, An
         "paths": {p: n - before["rounds"][p] for p, n in after["rounds"].items()},
         "budgets": len({r.budget for r in records}),
         "keys": len({(r.path, r.slots, r.tokens) for r in records}),
-        "round_seconds": records[-1].end - records[0].begin - aside,
+        "round_seconds": covered([(r.begin, r.end) for r in records]),
         "outputs": hashlib.blake2b(repr(outputs).encode(), digest_size=8).hexdigest(),
         **{name: after[name] - before[name] for name in counted},
     }
@@ -274,6 +271,15 @@ HEADER = (
     "| schedule | process | runs | finished | divergences | rounds | budgets | graph keys | "
     "message us | of a round | exposed | audit us |\n" + "|---" * 12 + "|"
 )
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans runs; they are ordered by their ends."""
+    total, until = 0.0, float("-inf")
+    for begin, end in spans:
+        total += end - max(begin, until)
+        until = end
+    return total
 
 
 def show(schedule: str, fresh: bool, results: list[dict[str, Any]], alone: bool) -> str:

@@ -64,6 +64,10 @@ def test_requests_come_in_parts() -> None:
     assert list(in_waves(many, 6, 3)) == [0, 1, None, None, 2, 3, None, None, 4, 5]
 
 
+def test_rounds_that_overlap_are_counted_once() -> None:
+    assert plan_matrix.covered([(0.0, 2.0), (1.0, 3.0), (2.5, 4.0), (6.0, 7.0)]) == 5.0
+
+
 def test_a_run_counts_its_own_rounds() -> None:
     engine = make_engine(
         DEMO / "target", DEMO / "drafter", max_num_seqs=3, max_model_len=512, kv_block_size=16
