@@ -13,6 +13,8 @@ _spare: dict[int, list[int]] = {}
 
 _HANDLE_BYTES = 64
 _ENABLE_PEER_ACCESS = 1
+_NON_BLOCKING = 1
+_HOST_TO_DEVICE = 1
 
 
 class _Handle(ctypes.Structure):
@@ -35,6 +37,7 @@ class CudaRuntime:
         if not loaded:
             raise OSError("torch has loaded no libcudart")
         self._lib: Any = ctypes.CDLL(min(loaded))
+        self._lib.cudaGetErrorString.restype = ctypes.c_char_p
         pointer = ctypes.c_void_p
         self._lib.cudaMalloc.argtypes = [ctypes.POINTER(pointer), ctypes.c_size_t]
         self._lib.cudaMemset.argtypes = [pointer, ctypes.c_int, ctypes.c_size_t]
@@ -44,7 +47,13 @@ class CudaRuntime:
             _Handle,
             ctypes.c_uint,
         ]
-        self._lib.cudaGetErrorString.restype = ctypes.c_char_p
+        self._lib.cudaMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
+        self._lib.cudaStreamCreateWithFlags.argtypes = [ctypes.POINTER(pointer), ctypes.c_uint]
+        self._lib.cudaStreamSynchronize.argtypes = [pointer]
+        self._side = pointer()
+        self._call("cudaStreamCreateWithFlags", ctypes.byref(self._side), _NON_BLOCKING)
+        self._device = ctypes.c_int()
+        self._call("cudaGetDevice", ctypes.byref(self._device))
 
     def allocate(self, num_bytes: int) -> int:
         """Address of zeros, which every later write comes after.
@@ -84,6 +93,19 @@ class CudaRuntime:
         what = _Handle.from_buffer_copy(bytes.fromhex(handle))
         self._call("cudaIpcOpenMemHandle", ctypes.byref(found), what, _ENABLE_PEER_ACCESS)
         return int(found.value or 0)
+
+    def write(self, address: int, value: int) -> None:
+        """Write an int32 while kernels run, from any thread; returns when it is there.
+
+        Raises:
+            RuntimeError: The device is lost.
+        """
+        self._call("cudaSetDevice", self._device)
+        word = ctypes.c_int32(value)
+        self._call(
+            "cudaMemcpyAsync", address, ctypes.byref(word), 4, _HOST_TO_DEVICE, self._side
+        )
+        self._call("cudaStreamSynchronize", self._side)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._lib, name)(*arguments)

@@ -8,6 +8,7 @@ Which way is taken at which size is measured at start-up; rank 0's times count f
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -140,13 +141,16 @@ class Mapped:
         self._base.all_to_all_single(out, x, out_splits, in_splits)
 
     def abort(self) -> None:
-        """Let go of the base's exchanges. A sum under way ends with its process."""
+        """Let go of the base's exchanges, and of sums that wait for ranks which are no more."""
+        first, self._released = not self._released, True
+        if first:
+            with suppress(RuntimeError):  # a lost device waits for nobody either
+                self._runtime.write(self._post.stop.data_ptr(), 1)
         self._base.abort()
-        if self._released:
-            return
-        self._released = True
-        box = self._post.boxes[self.rank]
-        self._runtime.release(box.base, Mailbox.bytes_needed(box.size, box.words, box.num_bytes))
+        if first:
+            box = self._post.boxes[self.rank]
+            needed = Mailbox.bytes_needed(box.size, box.words, box.num_bytes)
+            self._runtime.release(box.base, needed)
 
 
 def with_mapped_memory(

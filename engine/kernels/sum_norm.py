@@ -95,12 +95,14 @@ class Post(NamedTuple):
     rank: int
     boxes: tuple[Mailbox, ...]  # in rank order
     calls: torch.Tensor  # [2, MAX_PROGRAMS] int32: numbered and plain ones, by program
+    stop: torch.Tensor  # [1] int32: not 0 once nobody has to be waited for any more
 
     @classmethod
     def of(cls, rank: int, boxes: list[Mailbox], device: torch.device) -> "Post":
         """Before the first call."""
         calls = torch.zeros(2, MAX_PROGRAMS, dtype=torch.int32, device=device)
-        return cls(rank, tuple(boxes), calls)
+        stop = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(rank, tuple(boxes), calls, stop)
 
     def numbers(self, x: torch.Tensor) -> bool:
         """May `x` [T, H] be sent in numbered words?"""
@@ -183,6 +185,7 @@ def sum_norm_triton(
             tuple(box.numbered(place, rank) for box in post.boxes),
             tuple(mine.numbered(place, sender) for sender in range(size)),
             post.calls[0],
+            post.stop,
             RANK=rank,
             SIZE=size,
             WORDS=words,
@@ -204,6 +207,7 @@ def sum_norm_triton(
         tuple(box.counters(rank) for box in post.boxes),
         mine.counters(0),
         post.calls[1],
+        post.stop,
         num_rows,
         RANK=rank,
         SIZE=size,
@@ -227,6 +231,7 @@ def _numbered_kernel(
     out_ptrs,  # by receiver: [T, WORDS] int64 in its memory
     in_ptrs,  # by sender: [T, WORDS] int64 in this rank's memory
     calls_ptr,  # [programs] int32, in and out
+    stop_ptr,  # [1] int32
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     WORDS: tl.constexpr,
@@ -255,8 +260,11 @@ def _numbered_kernel(
         if rank != RANK:
             source = in_ptrs[rank] + at
             got = tl.load(source, mask=inside, other=0, volatile=True)
-            while tl.sum(((got >> 32).to(tl.int32) != call).to(tl.int32) * inside, 0) > 0:
+            missing = tl.sum(((got >> 32).to(tl.int32) != call).to(tl.int32) * inside, 0)
+            while missing > 0:
                 got = tl.load(source, mask=inside, other=0, volatile=True)
+                missing = tl.sum(((got >> 32).to(tl.int32) != call).to(tl.int32) * inside, 0)
+                missing *= (tl.load(stop_ptr, volatile=True) == 0).to(tl.int32)
             word = got.to(tl.int32)
         low += _value(word, dtype)
         high += _value(word >> 16, dtype)
@@ -299,6 +307,7 @@ def _plain_kernel(
     told_ptrs,  # by receiver: this rank's counters in its memory, SIZE apart
     heard_ptr,  # [programs, SIZE] int32: the others' counters in this rank's memory
     calls_ptr,  # [programs] int32, in and out
+    stop_ptr,  # [1] int32
     num_rows,  # T
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -319,7 +328,7 @@ def _plain_kernel(
             tl.atomic_xchg(told_ptrs[other] + program * SIZE, call, sem="release", scope="sys")
     tl.store(calls_ptr + program, call)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    _wait(heard_ptr, program, call, RANK, SIZE)
+    _wait(heard_ptr, stop_ptr, program, call, RANK, SIZE)
     tl.debug_barrier()
     for row in range(program, num_rows, tl.num_programs(0)):
         at = row * H + column
@@ -363,11 +372,13 @@ def _send(
 
 
 @triton.jit
-def _wait(heard_ptr, program, call, RANK: tl.constexpr, SIZE: tl.constexpr):
+def _wait(heard_ptr, stop_ptr, program, call, RANK: tl.constexpr, SIZE: tl.constexpr):
     """Until the same program of everyone else has told that its rows are here."""
     for other in tl.static_range(SIZE):
         if other != RANK:
             heard = heard_ptr + program * SIZE + other
             # the difference is right where counters wrap
-            while tl.atomic_add(heard, 0, sem="acquire", scope="sys") - call < 0:
-                pass
+            behind = tl.atomic_add(heard, 0, sem="acquire", scope="sys") - call
+            while behind < 0:
+                behind = tl.atomic_add(heard, 0, sem="acquire", scope="sys") - call
+                behind *= (tl.load(stop_ptr, volatile=True) == 0).to(tl.int32)

@@ -1,5 +1,6 @@
 """The same exchanges between GPUs, alone and replayed from graphs. Run by hand: -m multi_gpu."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,27 @@ def check_sums(
         torch.testing.assert_close(out[::2], torch.stack(want[::2]), rtol=2**-6, atol=1e-5)
         theirs = found.all_gather(out)
         assert torch.equal(theirs[0], theirs[1]), (turn, "not the same bits")
+
+
+def left_alone(ranks: Ranks) -> None:
+    """Rank 0 waits for a sum that rank 1 never makes, until it is told to let go."""
+    found = ranks.group().ranks
+    assert isinstance(found, Mapped)
+    x = torch.zeros(3, 4096, dtype=torch.bfloat16, device="cuda")
+    if ranks.rank == 0:
+        for way in (NUMBERED, PLAIN):
+            found.taken = [way] * len(SIZES)
+            found.add_rms_norm(x, x, x[0], 1e-6, 0)
+        done = torch.cuda.Event()
+        done.record()
+        time.sleep(0.5)
+        assert not done.query(), "nobody has come"
+        found.abort()
+        done.synchronize()
+
+
+def test_a_sum_that_nobody_joins_can_be_left() -> None:
+    run_ranks(left_alone, 2, device="cuda", timeout=60)
 
 
 def test_sums_through_mapped_memory() -> None:

@@ -109,6 +109,14 @@ def test_what_others_get(numbered: bool) -> None:
     assert not bool(box.memory.any()), found.nonzero()
 
 
+@pytest.mark.parametrize("numbered", [True, False])
+def test_nobody_waits_once_that_is_over(numbered: bool) -> None:
+    """The other rank never comes; without the word to stop this would wait for ever."""
+    me, x = posts(2)[0], randn(3, 8, dtype=torch.float16)
+    me.stop.fill_(1)
+    sum_norm_triton(me, 0, x, x, x[0], EPS, numbered=numbered)
+
+
 def test_what_fits() -> None:
     post = posts(2)[0]
     assert post.numbers(torch.zeros(1, 2 * WORDS, dtype=torch.float16))
