@@ -5,8 +5,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dspark_cli.front import Front
 from dspark_cli.interrupt import Interrupts, StopNow
 from dspark_cli.journal import Entry, Journal, Status, data_key, digest
 from dspark_cli.output import Slots, StdoutRows, completion_row
@@ -17,10 +18,6 @@ from dspark_cli.reader import RawRow, Rows
 from dspark_cli.rows import Prompt, RowRequest, TextTokenizer, turn_name
 from engine.errors import DSparkError, RequestError
 from engine.request import Completion, Request, RequestFailure, SamplingParams
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
-
 
 _TURN_FIELDS = ("text", "token_ids", "finish_reason", "stop_reason", "usage", "spec")
 
@@ -155,7 +152,7 @@ class Job:
             self._ahead.close()
         self._turns.shutdown(cancel_futures=True)
 
-    def run(self, engine: "Engine", pending: Iterator[Pending | None]) -> None:
+    def run(self, front: Front, pending: Iterator[Pending | None]) -> None:
         """Complete all of `pending`.
 
         Raises:
@@ -163,7 +160,7 @@ class Job:
             StopNow: The user wants out; the journal has what ended before.
         """
         self._interrupts.running = True
-        for result in engine.run(self._requests(engine, pending)):
+        for result in front.run(self._requests(pending)):
             with self._interrupts.shield():
                 self._settle(result)
             self._flush_stdout()
@@ -181,7 +178,7 @@ class Job:
     def _prepared(self) -> Iterator[Prepared | None]:
         rows = self._rows
         ahead = self._ahead = ReadAhead(
-            map(self._prepare, rows), lambda prepared: prepared.nbytes, rows.given_up
+            filter(None, map(self._prepare, rows)), lambda each: each.nbytes, rows.given_up
         )
         while not self._interrupts.draining:
             try:
@@ -193,6 +190,8 @@ class Job:
                 return  # a first Ctrl-C while waiting for stdin
             except StopIteration:
                 self._all_read = True
+                if self.counts.total is not None:
+                    self.counts.total = len(self.slots)
                 return
             yield None if isinstance(found, NotYet) else found
 
@@ -207,8 +206,7 @@ class Job:
     def _samples(self, prepared: Prepared, row: RowRequest) -> Iterator[Pending]:
         raw, row_id = prepared.raw, prepared.row_id
         assert row_id is not None, "a row with a request has an id"
-        if self.counts.total is not None:
-            self.counts.total += row.n - self._settings.rules.n
+        self._expect(raw, row.n)
         encoded = prepared.encoded
         for sample, key in enumerate(prepared.keys):
             slot = self.slots.open(raw, sample if row.n > 1 else None)
@@ -235,9 +233,7 @@ class Job:
             self.counts.kept += 1
         self._flush_stdout()
 
-    def _requests(
-        self, engine: "Engine", pending: Iterator[Pending | None]
-    ) -> Iterator[Request | None]:
+    def _requests(self, pending: Iterator[Pending | None]) -> Iterator[Request | None]:
         """Requests for the engine; None while running rows need not wait for the next one."""
         while True:
             item = self._next(pending)
@@ -252,21 +248,19 @@ class Job:
             try:
                 if isinstance(item.encoded, RequestError):
                     raise item.encoded
-                request_id, sample = item.name
-                request = Request(
-                    request_id=request_id,
-                    prompt_token_ids=item.encoded,
-                    params=item.params,
-                    sample_index=sample,
-                )
-                engine.validate(request)
             except RequestError as error:
                 self._reject(item, error.kind, str(error), error.hint, retryable=False)
                 self._flush_stdout()
                 continue
+            request_id, sample = item.name
             self._in_flight[item.name] = item
             self.counts.in_flight += 1
-            yield request
+            yield Request(
+                request_id=request_id,
+                prompt_token_ids=item.encoded,
+                params=item.params,
+                sample_index=sample,
+            )
 
     def _next(self, pending: Iterator[Pending | None]) -> Pending | None:
         """What to ask next; None if there is nothing, or nothing yet while rows run."""
@@ -292,7 +286,7 @@ class Job:
             raise DSparkError(f"the engine returned {request.request_id!r}, which it was not given")
         self.counts.in_flight -= 1
         if isinstance(result, RequestFailure):
-            hint = "--rerun failed tries it again" if result.retryable else ""
+            hint = "--rerun failed tries it again" if result.retryable else result.hint
             self._reject(item, result.kind, result.message, hint, retryable=result.retryable)
             return
         if item.prompt.later:
@@ -328,6 +322,7 @@ class Job:
     def _reject_row(self, raw: RawRow, row_id: str | int | None, error: RequestError) -> None:
         """Record a row that gave no request: read again each run, written once."""
         body = _error(row_id, error.kind, str(error), error.hint, False)
+        self._expect(raw, 1)
         slot = self.slots.open(raw)
         key = digest(["row without a request", hashlib.sha256(raw.data or b"").hexdigest(), body])
         entry = self._journal.find(key)
@@ -336,9 +331,17 @@ class Job:
             self.slots.fill(slot, self._journal.append(record))
         else:
             self.slots.fill(slot, entry.offset)
-        if self.counts.total is not None:
-            self.counts.total += 1 - self._settings.rules.n
         self._count_failure(error.kind)
+
+    def _expect(self, raw: RawRow, lines: int) -> None:
+        """Correct the total: this row has `lines`, those after it as many as the options say."""
+        if self.counts.total is None or self._rows.total is None:
+            return
+        left = max(self._rows.total - raw.index - 1, 0) * self._settings.rules.n
+        shard = self._settings.shard
+        if shard is not None:
+            left = round(left / shard.count)
+        self.counts.total = len(self.slots) + lines + left
 
     def _count_failure(self, kind: str) -> None:
         self.counts.failed += 1

@@ -84,6 +84,8 @@ class Journal:
     def __init__(self, path: Path | None, *, restart: bool = False) -> None:
         self.path = path
         self.header: dict[str, Any] | None = None
+        self.complete: dict[str, Any] | None = None
+        """What the last finished run of a shard had read and written."""
         self.has_completions = False
         """Whether there is anything to lose: a header alone binds nobody."""
         self.torn_bytes = 0
@@ -139,7 +141,8 @@ class Journal:
         """Write a record.
 
         Args:
-            record: `type` is `header`, `row`, `error` or `data`; all but the header have a `key`.
+            record: `type` is `header`, `row`, `error`, `data` or `complete`; a row, an error and
+                data have a `key`.
 
         Returns:
             Its offset, for `read`.
@@ -252,6 +255,9 @@ class Journal:
                 )
             self.header = record["run"]
             return
+        if kind == "complete":
+            self.complete = record["input"]
+            return
         key = bytes.fromhex(record["key"])
         data = int(record["data_key"], 16)
         if kind == "data":
@@ -284,6 +290,26 @@ class Journal:
         status, tokens, limit = self._numbers[3 * at : 3 * at + 3]
         newer = self._newer_data.get(at, -1)
         return Entry(self._offsets[at], Status(status), tokens, limit, self._data[at], newer)
+
+
+def read_run(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """What a journal says of its run, without reading its rows: its header, and `complete`.
+
+    Raises:
+        ConfigError: It cannot be read, or is no journal.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        with path.open("rb") as stream:
+            for line in stream:
+                for kind, name in (("header", "run"), ("complete", "input")):
+                    if line.startswith(f'{{"type": "{kind}"'.encode()) and line.endswith(b"\n"):
+                        found[kind] = loads(line)[name]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (RequestError, KeyError) as error:
+        raise ConfigError(f"{path} is not a journal of dspark: {error}") from None
+    return found.get("header"), found.get("complete")
 
 
 def data_key(data: Mapping[str, Any]) -> str:

@@ -4,82 +4,119 @@ import json
 import platform
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark_cli.front import versions
 from dspark_cli.job import Job, Tally
 from dspark_cli.output import write_atomically
 from dspark_cli.reader import Rows
 from engine.errors import DSparkError
-from engine.telemetry import EngineStats
+from engine.telemetry import EngineStats, merge
 
 if TYPE_CHECKING:
     from dspark_cli.compare import Comparison
-    from engine.engine import Engine
-
-_PACKAGES = ("dspark", "torch", "triton", "transformers", "tokenizers", "numpy")
 
 
 def run_metrics(
-    job: Job,
-    rows: Rows,
+    rows: dict[str, int],
+    tally: Tally,
     stats: EngineStats,
-    run: dict[str, Any],
     seconds: float,
-    comparison: "Comparison | None",
+    manifest: dict[str, Any],
+    comparison: "Comparison | None" = None,
     phase: str = "done",
 ) -> dict[str, Any]:
     """Everything about a run as JSON.
 
     Args:
-        job: What was done.
-        rows: What was read.
-        stats: The engine's counters; zero if it was not needed.
-        run: The settings as they ran, or as asked for if the engine was not needed.
+        rows: Lines of the output by what became of them, as `counted` gives them.
+        tally: How this run's completions ended.
+        stats: The counters of all engines; zero if none was needed.
         seconds: Wall time of the loop, loading left out.
+        manifest: As `manifest_of` gives it.
         comparison: With plain decoding, if that was asked for.
         phase: `done` or `interrupted`.
     """
     return {
         "phase": phase,
         "rows": {
-            "lines": len(job.slots),
-            "kept_from_earlier_runs": job.counts.kept,
-            "done": job.counts.done,
-            "failed": job.counts.failed,
-            "by_finish_reason": dict(job.tally.finish),
-            "failed_by_class": dict(job.tally.errors),
+            **rows,
+            "by_finish_reason": dict(tally.finish),
+            "failed_by_class": dict(tally.errors),
         },
         "speed": _speed(stats, seconds),
-        "acceptance": _acceptance(stats, job.tally),
+        "acceptance": _acceptance(stats, tally),
         "schedule": _schedule(stats),
-        "engine": asdict(stats),
+        "engine": stats.to_json(),
         "compare_plain": None if comparison is None else asdict(comparison),
-        "manifest": {
-            "argv": sys.argv,
-            "settings": run,
-            "input": {"sources": job.slots.sources, "rows_read": rows.read, "sha256": rows.sha256},
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "packages": _versions(),
-        },
+        "manifest": manifest,
     }
 
 
-def ran(engine: "Engine") -> dict[str, Any]:
-    """What became of settings that were left to the engine, under their options' names."""
-    limits = engine.limits
+def counted(job: Job) -> dict[str, int]:
+    """Lines of a job by what became of them."""
     return {
-        "dtype": engine.config.dtype,
-        "device": engine.config.device,
-        "num_speculative_tokens": engine.gamma,
-        "verify": engine.config.verify or ("lagged" if engine.gamma else None),
-        "max_model_len": limits.max_model_len,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "enable_prefix_caching": engine.config.enable_prefix_caching,
+        "lines": len(job.slots),
+        "kept_from_earlier_runs": job.counts.kept,
+        "done": job.counts.done,
+        "failed": job.counts.failed,
     }
+
+
+def manifest_of(
+    settings: dict[str, Any], rows: Rows, engines: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What is needed to run it again.
+
+    Args:
+        settings: As they ran, or as asked for if no engine was needed.
+        rows: What was read.
+        engines: What ran where, as `front.describe` gives it.
+    """
+    sources = [source.name for source in rows.sources]
+    return {
+        "argv": sys.argv,
+        "settings": settings,
+        "input": {"sources": sources, "rows_read": rows.read, "sha256": rows.sha256},
+        "engines": engines,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(),
+    }
+
+
+def merge_metrics(many: list[dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of several shards as those of one run.
+
+    Counts are added up; `seconds` is the longest, as of shards that ran at the same time, and the
+    speed goes by it. The manifest is the first one's, with every shard's engines and times.
+    """
+    names = ("lines", "kept_from_earlier_runs", "done", "failed")
+    rows = {name: sum(each["rows"][name] for each in many) for name in names}
+    tally = Tally()
+    for each in many:
+        tally.finish.update(each["rows"]["by_finish_reason"])
+        tally.errors.update(each["rows"]["failed_by_class"])
+        found = each["acceptance"]
+        if found is not None and found["rows"]:
+            tally.acceptance_rows += found["rows"]
+            tally.acceptance_sum += found["rows"] * found["acceptance_length_mean_per_row"]
+    manifest = dict(many[0]["manifest"])
+    manifest["engines"] = [e for each in many for e in each["manifest"]["engines"]]
+    manifest["shards"] = [
+        {
+            "shard": each["manifest"]["settings"]["shard"],
+            "seconds": each["speed"]["seconds"],
+            "argv": each["manifest"]["argv"],
+        }
+        for each in many
+    ]
+    manifest["settings"] = {k: v for k, v in manifest["settings"].items() if k != "shard"}
+    stats = merge(EngineStats.from_json(each["engine"]) for each in many)
+    seconds = max(each["speed"]["seconds"] for each in many)
+    phase = "done" if all(each["phase"] == "done" for each in many) else "interrupted"
+    return run_metrics(rows, tally, stats, seconds, manifest, phase=phase)
 
 
 def write_metrics(path: Path, metrics: dict[str, Any]) -> None:
@@ -155,13 +192,3 @@ def _schedule(stats: EngineStats) -> dict[str, Any] | None:
         "audits": done.audits,
         "audit_seconds": round(done.audit_seconds, 6),
     }
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found

@@ -14,6 +14,7 @@ from dspark_cli.journal import Journal
 from dspark_cli.jsonl import dumps
 from dspark_cli.reader import RawRow
 from dspark_cli.sampling import effective
+from dspark_cli.sharding import Shard
 from engine.errors import ConfigError, DSparkError
 from engine.request import Completion
 
@@ -29,7 +30,7 @@ class OutputPaths:
     journal: Path | None
 
     @classmethod
-    def of(cls, output: str) -> "OutputPaths":
+    def of(cls, output: str, shard: Shard | None = None) -> "OutputPaths":
         """Names beside `output`: `x.jsonl` has `x.errors.jsonl` and `x.journal`.
 
         Any other name `x` has `x.out.errors.jsonl` and `x.out.journal`, so that `-o x` and
@@ -45,6 +46,8 @@ class OutputPaths:
             rows = rows.resolve()  # the file it points to is replaced, not the link
         if rows.name.endswith((".gz", ".parquet", ".csv", ".zst")):
             raise ConfigError(f"-o {output}: only JSONL is written", "use a name ending in .jsonl")
+        if shard is not None:
+            rows = shard.path(rows)
         stem = rows.name.removesuffix(".jsonl")
         if stem == rows.name and not _named_by_old_version(rows):
             stem += ".out"
@@ -206,7 +209,7 @@ def write_final(paths: OutputPaths, slots: Slots, journal: Journal, passthrough:
     if paths.rows is None or paths.errors is None:
         raise ValueError("stdout has no final file")
     try:
-        with _Replacing(paths.rows) as rows, _Replacing(paths.errors) as errors:
+        with Replacing(paths.rows) as rows, Replacing(paths.errors) as errors:
             failures = 0
             for slot in range(len(slots)):
                 good, line = slots.output(slot, journal, passthrough)
@@ -224,7 +227,7 @@ def write_final(paths: OutputPaths, slots: Slots, journal: Journal, passthrough:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a small file in one step: a reader sees the old one or the new one."""
-    with _Replacing(path) as stream:
+    with Replacing(path) as stream:
         stream.write(data)
         stream.commit()
 
@@ -260,7 +263,7 @@ def write_text(path: Path, text: str) -> None:
         raise DSparkError(f"cannot write {path}: {error.strerror}", "choose another name") from None
 
 
-class _Replacing:
+class Replacing:
     """A new file that takes its name only when it is whole and on the disk."""
 
     def __init__(self, path: Path) -> None:
@@ -268,7 +271,7 @@ class _Replacing:
         self._new = path.with_name(f".{path.name}.{os.getpid()}.new")
         self._stream: IO[bytes] | None = None
 
-    def __enter__(self) -> "_Replacing":
+    def __enter__(self) -> "Replacing":
         self._stream = self._new.open("wb", buffering=1 << 20)
         return self
 

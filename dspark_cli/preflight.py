@@ -6,7 +6,8 @@ import stat
 from pathlib import Path
 
 from dspark_cli.output import OutputPaths
-from dspark_cli.reader import LinesFile, ParquetFile, Source, takes_in
+from dspark_cli.reader import takes_in
+from dspark_cli.sources import LinesFile, ParquetFile, Source
 from engine.errors import ConfigError
 
 MIN_FREE_BYTES = 16 << 20

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 from dspark_cli.journal import Entry, Journal, Status, row_key
 from dspark_cli.reader import RawRow
@@ -15,6 +16,7 @@ from dspark_cli.rows import (
     read_row,
 )
 from dspark_cli.sampling import effective
+from dspark_cli.sharding import Shard
 from engine.errors import RequestError
 from engine.request import SamplingParams
 
@@ -32,6 +34,9 @@ class JobSettings:
     rerun: frozenset[str] = frozenset()
     max_model_len: int | None = None
     """As asked for; rows that were too long under another one get another look."""
+
+    shard: Shard | None = None
+    """Rows of other shards are passed over."""
 
     keep_results: bool = False
     keep_prompts: int = 0
@@ -75,13 +80,15 @@ class Preparing:
         self._settings = settings
         self._encoding = Lock()
 
-    def __call__(self, raw: RawRow) -> Prepared:
-        """Prepare one row."""
-        row_id: str | int | None = None
+    def __call__(self, raw: RawRow) -> Prepared | None:
+        """Prepare one row; None if it is another shard's."""
+        row_id, fields, wrong = _identify(raw)
+        shard = self._settings.shard
+        if shard is not None and not shard.holds(str(raw.index) if row_id is None else row_id):
+            return None
         try:
-            fields = raw.load()
-            own_id = read_id(fields)
-            row_id = str(raw.index) if own_id is None else own_id
+            if wrong is not None:
+                raise wrong
             row = read_row(fields, self._settings.rules)
         except RequestError as error:
             return Prepared(raw, row_id, error, (), None)
@@ -102,6 +109,16 @@ class Preparing:
                 return encode_prompt(prompt, self._tokenizer, self._settings.chat_template)
         except RequestError as error:
             return error
+
+
+def _identify(raw: RawRow) -> tuple[str | int | None, dict[str, Any], RequestError | None]:
+    """A row's id and fields, as far as it has them, and what is wrong with it."""
+    try:
+        fields = raw.load()
+        own_id = read_id(fields)
+    except RequestError as error:
+        return None, {}, error
+    return str(raw.index) if own_id is None else own_id, fields, None
 
 
 def stands(entry: Entry, params: SamplingParams, settings: JobSettings) -> bool:

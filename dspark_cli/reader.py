@@ -1,36 +1,33 @@
-"""Where rows come from: JSONL files (gzipped or not), folders, globs, parquet, data sets, stdin.
+"""Where rows come from: files, folders, globs, data sets, stdin, other file systems.
 
 Rows stream: a file is never held in memory, and any number of rows may pass.
 """
 
 import fnmatch
 import glob
-import gzip
 import hashlib
-import json
 import os
-import re
-import sys
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date, time
-from decimal import Decimal
 from pathlib import Path
 from threading import Event
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
-from dspark_cli.jsonl import BOM, loads
-from dspark_cli.patient import open_pipe, patient
+from dspark_cli.jsonl import loads
+from dspark_cli.remote import is_remote, open_remote
+from dspark_cli.sources import (
+    DATASET,
+    MAX_LINE_BYTES,
+    HubDataset,
+    LinesFile,
+    ParquetFile,
+    Source,
+    Stdin,
+)
 from engine.errors import ConfigError, RequestError
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _SUFFIXES = (*_LINES, ".parquet")
-_DATASET = re.compile(
-    r"(?:hf:)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,161 +59,12 @@ class RawRow:
         return loads(self.data)
 
 
-class Source(Protocol):
-    """Something that holds rows."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        ...
-
-    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
-        """Line number and JSON text of each row, blank lines left out.
-
-        Args:
-            given_up: Once it is set, nothing waits for more to come.
-        """
-        ...
-
-    def count(self) -> int | None:
-        """Rows held; None if only reading tells."""
-        ...
-
-
-@dataclass(frozen=True)
-class LinesFile:
-    """JSONL, gzipped when its name says so."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The path."""
-        return str(self.path)
-
-    @contextmanager
-    def _open(self, given_up: Event | None) -> Iterator[BinaryIO]:
-        with ExitStack() as stack:
-            stream: Any
-            if given_up is None or self.path.is_file():
-                stream = stack.enter_context(self.path.open("rb"))
-            else:
-                stream = patient(stack.enter_context(open_pipe(self.path)), given_up)
-            if self.path.name.endswith(".gz"):
-                stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
-            yield stream
-
-    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
-        """As Source."""
-        try:
-            with self._open(given_up) as stream:
-                yield from split_lines(stream)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ConfigError(
-                f"cannot read {self.path}: {error}", "check the file, then run the command again"
-            ) from None
-
-    def count(self) -> int | None:
-        """As Source: one quick pass over the file; none over a pipe, which is read only once."""
-        return sum(1 for _ in self.rows()) if self.path.is_file() else None
-
-
-@dataclass(frozen=True)
-class Stdin:
-    """Lines from standard input."""
-
-    name: str = "stdin"
-
-    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
-        """As Source."""
-        stream: Any = sys.stdin.buffer
-        raw = getattr(stream, "raw", None)
-        if given_up is not None and raw is not None:
-            stream = patient(raw, given_up)
-        yield from split_lines(stream)
-
-    def count(self) -> int | None:
-        """Unknown."""
-        return None
-
-
-@dataclass(frozen=True)
-class ParquetFile:
-    """One row a record."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The path."""
-        return str(self.path)
-
-    def _open(self) -> Any:
-        try:
-            import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
-        except ImportError:
-            raise ConfigError(f"reading {self.path} needs pyarrow", "pip install pyarrow") from None
-        try:
-            return pyarrow.parquet.ParquetFile(self.path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {self.path}: {error}", "check the file") from None
-
-    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
-        """As Source."""
-        with self._open() as table:
-            batches = table.iter_batches(batch_size=256)
-            yield from _records(record for batch in batches for record in batch.to_pylist())
-
-    def count(self) -> int | None:
-        """As Source."""
-        with self._open() as table:
-            return int(table.metadata.num_rows)
-
-
-class HubDataset:
-    """A data set by its Hugging Face id, as NAME[@CONFIG][:SPLIT]."""
-
-    def __init__(self, text: str) -> None:
-        """Load it (from the Hub, or its cache).
-
-        Raises:
-            ConfigError: It cannot be loaded.
-        """
-        match = _DATASET.fullmatch(text)
-        if match is None:
-            raise ConfigError(f"{text!r} is not a data set id", "write NAME/NAME[@CONFIG][:SPLIT]")
-        try:
-            import datasets  # type: ignore[import-untyped,unused-ignore]
-        except ImportError:
-            raise ConfigError(
-                f"{text} is not a file, and reading it as a data set needs `datasets`",
-                "check the path, or pip install datasets",
-            ) from None
-        self.name = text
-        split = match["split"] or "train"
-        try:
-            self._table = datasets.load_dataset(match["name"], match["config"], split=split)
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConfigError(
-                f"{text} is neither a file nor a data set that loads: {reason[0]}",
-                "check the name, NAME/NAME[@CONFIG][:SPLIT], and the network; or give a file",
-            ) from None
-
-    def rows(self, given_up: Event | None = None) -> Iterator[tuple[int, bytes | None]]:
-        """As Source."""
-        yield from _records(self._table)
-
-    def count(self) -> int | None:
-        """As Source."""
-        return len(self._table)
-
-
 def open_sources(text: str) -> list[Source]:
     """The sources INPUT names.
 
     Args:
-        text: `-`, a file, a folder, a glob, or a data set id.
+        text: `-`, a file, a folder, a glob, a data set id, or the address of a file or folder as
+            s3://BUCKET/KEY.
 
     Returns:
         At least one source, in reading order.
@@ -226,6 +74,8 @@ def open_sources(text: str) -> list[Source]:
     """
     if text == "-":
         return [Stdin()]
+    if is_remote(text):
+        return open_remote(text, _SUFFIXES)
     path = Path(text)
     if path.is_dir():
         files = [p for p in sorted(path.iterdir()) if p.is_file() and p.name.endswith(_SUFFIXES)]
@@ -255,7 +105,7 @@ def takes_in(text: str, path: Path) -> bool:
         text: As for `open_sources`.
         path: A file that may not be there yet.
     """
-    if text == "-":
+    if text == "-" or is_remote(text):
         return False
     given = Path(text)
     if given.is_dir():
@@ -290,6 +140,8 @@ class Rows:
     def __init__(self, sources: list[Source], limit: int | None = None) -> None:
         self.sources = sources
         self.limit = limit
+        self.total: int | None = None
+        """What `count` has found."""
         self.read = 0
         self.given_up = Event()
         """Once it is set, nothing waits for more rows."""
@@ -314,7 +166,8 @@ class Rows:
         if total == 0:
             names = ", ".join(source.name for source in self.sources)
             raise ConfigError(f"no rows in {names}", "write one JSON object a line")
-        return total if self.limit is None else min(total, self.limit)
+        self.total = total if self.limit is None else min(total, self.limit)
+        return self.total
 
     def __iter__(self) -> Iterator[RawRow]:
         """Read; once. Whatever thread reads, `given_up` ends its waiting."""
@@ -329,28 +182,10 @@ class Rows:
                     return  # before the next row is waited for
 
 
-def split_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Number and text of each line that is not blank; only \\n ends a line.
-
-    `str.splitlines` would also split at U+2028 and U+0085, which may stand inside JSON strings.
-    """
-    number = 0
-    while line := stream.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-            while line and not line.endswith(b"\n"):
-                line = stream.readline(MAX_LINE_BYTES)
-            yield number, None
-            continue
-        stripped = line.removeprefix(BOM).strip(b" \t\r\n")
-        if stripped:
-            yield number, stripped
-
-
 def _looks_like_dataset(text: str) -> bool:
     """Shaped like an id, and not like a file that is missing from a folder here."""
     here = Path(text).parent.is_dir()
-    return not here and not text.endswith(_SUFFIXES) and _DATASET.fullmatch(text) is not None
+    return not here and not text.endswith(_SUFFIXES) and DATASET.fullmatch(text) is not None
 
 
 def _file(path: Path) -> Source:
@@ -370,22 +205,3 @@ def _reject_array(path: Path) -> None:
             f"{path} is one JSON array, not one object a line",
             f"jq -c '.[]' {path} > {path.name.split('.')[0]}.jsonl",
         )
-
-
-def _records(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, bytes | None]]:
-    """Records of a table as JSON text, so that they meet the same rules as lines."""
-    for number, record in enumerate(records, 1):
-        text = json.dumps(dict(record), ensure_ascii=False, default=_as_json)
-        yield number, text.encode("utf-8", "surrogatepass")
-
-
-def _as_json(value: object) -> object:
-    if isinstance(value, date | time):
-        return value.isoformat()
-    if isinstance(value, Decimal):
-        return str(value)
-    if isinstance(value, bytes):
-        return {"bytes": len(value)}  # an image, say: no text row needs it, so its size will do
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)

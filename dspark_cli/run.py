@@ -6,30 +6,29 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark_cli import backend
 from dspark_cli.compare import Comparison, compare_plain
 from dspark_cli.dryrun import context_length, examine, print_report
-from dspark_cli.fingerprint import check_same_run, dspark_version, text_digest
+from dspark_cli.front import Front, Single
+from dspark_cli.header import Header, run_header
 from dspark_cli.interrupt import Interrupts, StopNow
 from dspark_cli.job import Job, Pending
-from dspark_cli.journal import FORMAT, Journal, Status
+from dspark_cli.journal import Journal, Status
 from dspark_cli.loading import load
-from dspark_cli.metrics import ran, run_metrics, write_metrics
+from dspark_cli.metrics import counted, manifest_of, run_metrics, write_metrics
 from dspark_cli.output import OutputPaths, StdoutRows, first_completions, write_final
 from dspark_cli.preflight import check_places, check_space
 from dspark_cli.prepare import JobSettings
-from dspark_cli.progress import Counts, Progress, clock
+from dspark_cli.progress import Counts, Progress
 from dspark_cli.reader import Rows, open_sources
-from dspark_cli.sampling import effective
 from dspark_cli.settings import GenerateOptions
 from dspark_cli.startup import Startup, process_started
+from dspark_cli.summary import interrupted, summary
 from dspark_cli.trace import Trace
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.locate import checkpoint_digest
 from engine.telemetry import EngineStats
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 FAILED_ROWS = 3
 INTERRUPTED = 130
-_LATE = ("dtype", "device")  # `auto` until the engine is there
 
 
 class GenerateRun:
@@ -55,10 +53,11 @@ class GenerateRun:
         self.config = given.engine_config()
         self.rules = given.rules()
         self.template = given.template_text()
-        self.paths = OutputPaths.of(given.output or "-")
+        self.paths = OutputPaths.of(given.output or "-", given.shard)
+        self.reports = given.report_paths()
         self.rows = Rows(open_sources(given.input), given.limit)
         self.stats = EngineStats()
-        self.ran: dict[str, Any] = {}
+        self.engines: list[dict[str, Any]] = []
         self.seconds = 0.0
         self.written = False
 
@@ -81,19 +80,21 @@ class GenerateRun:
     def run(self) -> int:
         """Do it; the exit code."""
         given = self.given
-        asked = (given.metrics_json, given.progress_file, given.trace)
-        reports = [path for path in asked if path is not None]
-        check_places(self.paths, given.input, self.rows.sources, reports)
+        check_places(self.paths, given.input, self.rows.sources, self.reports.all)
         self._check_existing()
         total = self.rows.count()
         lines = None if total is None else total * self.rules.n
+        if lines is not None and given.shard is not None:
+            lines = round(lines / given.shard.count)
         if self.paths.rows is not None:
             warning = check_space(self.paths.rows.parent, lines, self.rules.params.max_tokens)
             if warning is not None:
                 self.say(warning)
         folder = backend.locate_checkpoint(self.config.model, "target")
         tokenizer = backend.load_tokenizer(folder)
-        header = self._header(folder, tokenizer.fingerprint())
+        now = run_header(
+            self.config, self.rules, self.template, given.shard, folder, tokenizer.fingerprint()
+        )
         counts = Counts(total=lines)
         job: Job | None = None
         with (
@@ -101,32 +102,34 @@ class GenerateRun:
             Journal(self.paths.journal, restart=given.overwrite) as journal,
         ):
             try:
-                self._open_header(journal, header)
+                header = Header(journal, given.force_resume, self.say)
+                header.open(now)
                 settings = JobSettings(
                     rules=self.rules,
                     chat_template=self.template,
                     drafted=self.config.draft is not None,
                     rerun=frozenset(choice.value for choice in given.rerun or ()),
                     max_model_len=self.config.max_model_len,
+                    shard=given.shard,
                     keep_results=given.compare_plain,
                     keep_prompts=given.show,
                 )
                 job = Job(self.rows, journal, tokenizer, settings, interrupts, counts)
                 with closing(job):
-                    return self._work(job, journal)
+                    return self._work(job, journal, header)
             except StopNow:
-                code = self._interrupted(counts, journal)
+                self.say(interrupted(counts, journal, self.paths.rows, self.written))
                 if job is not None:
                     self._write_metrics(job, journal, phase="interrupted")
-                return code
+                return INTERRUPTED
 
-    def _work(self, job: Job, journal: Journal) -> int:
+    def _work(self, job: Job, journal: Journal, header: Header) -> int:
         if self.paths.rows is None:
             job.stdout = StdoutRows(job.slots, journal, self.rules.passthrough)
         pending = job.pending()
         first = next(pending, None)
         if first is not None:
-            self._decode(job, journal, chain([first], pending))
+            self._decode(job, header, chain([first], pending))
         if not job.complete:
             raise StopNow
         if self.rows.read == 0:
@@ -135,8 +138,10 @@ class GenerateRun:
             journal.sync()
             write_final(self.paths, job.slots, journal, self.rules.passthrough)
             self.written = True
+            self._close_shard(job, journal)
             self._tell_left_out(job, journal)
-        self._summary(job)
+        for text in summary(job, self.stats, self.seconds, self.paths):
+            self.say(text)
         for slot, line in first_completions(job.slots, journal, self.given.show):
             self._show(line, job.prompts.get(slot))
         self._write_metrics(job, journal, self._compare(job))
@@ -149,11 +154,27 @@ class GenerateRun:
         comparison: Comparison | None = None,
         phase: str = "done",
     ) -> None:
-        if self.given.metrics_json is None:
+        if self.reports.metrics is None:
             return
-        settings = {**(journal.header or {}), **self.ran}
-        metrics = run_metrics(job, self.rows, self.stats, settings, self.seconds, comparison, phase)
-        write_metrics(self.given.metrics_json, metrics)
+        ran = self.engines[0]["settings"] if self.engines else {}
+        manifest = manifest_of({**(journal.header or {}), **ran}, self.rows, self.engines)
+        rows = counted(job)
+        metrics = run_metrics(
+            rows, job.tally, self.stats, self.seconds, manifest, comparison, phase
+        )
+        write_metrics(self.reports.metrics, metrics)
+
+    def _close_shard(self, job: Job, journal: Journal) -> None:
+        """Say for `dspark merge` what this shard's files are made of."""
+        if self.given.shard is None:
+            return
+        found = {
+            "rows_read": self.rows.read,
+            "sha256": self.rows.sha256,
+            "lines": len(job.slots),
+        }
+        if journal.complete != found:
+            journal.append({"type": "complete", "input": found})
 
     def _tell_left_out(self, job: Job, journal: Journal) -> None:
         """A smaller --limit makes OUT smaller: say so."""
@@ -167,29 +188,37 @@ class GenerateRun:
                 f"{self.given.limit}); {journal.path} keeps them"
             )
 
-    def _decode(self, job: Job, journal: Journal, pending: Iterator[Pending | None]) -> None:
-        engine = self._load(self.config, job.counts.total)
-        startup = Startup(engine.stats, process_started())
-        self._settle_header(journal, engine.config)
-        self.stats = engine.stats
-        self.ran = ran(engine)
-        started = time.perf_counter()
-        try:
-            with (
-                Trace(self.given.trace) as trace,
-                Progress(
-                    job.counts,
-                    engine.stats,
-                    quiet=self.given.quiet,
-                    file=self.given.progress_file,
-                    tick=journal.sync_if_due,
-                    startup=startup,
-                ),
-            ):
-                engine.follow(trace.add)
-                job.run(engine, pending)
-        finally:
-            self.seconds = time.perf_counter() - started
+    def _decode(self, job: Job, header: Header, pending: Iterator[Pending | None]) -> None:
+        front = self._open_front(job.counts.total)
+        with closing(front):
+            header.settle(front.engines[0]["settings"])
+            self.stats, self.engines = front.stats, front.engines
+            started = time.perf_counter()
+            try:
+                with (
+                    Trace(self.reports.trace) as trace,
+                    Progress(
+                        job.counts,
+                        front.stats,
+                        quiet=self.given.quiet,
+                        file=self.reports.progress,
+                        tick=header.journal.sync_if_due,
+                        startup=Startup(front.stats, process_started()),
+                    ),
+                ):
+                    if isinstance(front, Single):
+                        front.follow(trace.add)
+                    job.run(front, pending)
+            finally:
+                self.seconds = time.perf_counter() - started
+
+    def _open_front(self, rows: int | None) -> Front:
+        """What completes the rows.
+
+        Args:
+            rows: How many there are, if that is known.
+        """
+        return Single(self._load(self.config, rows))
 
     def _load(self, config: EngineConfig, rows: int | None = None) -> "Engine":
         return load(config, quiet=self.given.quiet, say=self.say, rows=rows)
@@ -212,119 +241,6 @@ class GenerateRun:
             )
         if self.given.rerun and not begun:
             raise ConfigError(f"there is no {journal} to --rerun rows of", "drop --rerun")
-
-    def _header(self, folder: Path, tokenizer: str) -> dict[str, Any]:
-        """What this run is, as far as it is known before the engine is loaded."""
-        draft = self.config.draft
-        draft_folder = None if draft is None else backend.locate_checkpoint(draft, "draft")
-        sampling = effective(self.rules.params)
-        del sampling["max_tokens"]  # a larger limit only redoes rows that were cut
-        return {
-            "model": checkpoint_digest(folder),
-            "model_name": self.config.model,
-            "tokenizer": tokenizer,
-            "draft": None if draft_folder is None else checkpoint_digest(draft_folder),
-            "draft_name": draft,
-            "num_speculative_tokens": self.config.num_speculative_tokens,
-            "verify": self.config.verify,
-            "dtype": self.config.dtype,
-            "device": self.config.device,
-            "chat": self.rules.chat,
-            "chat_template": text_digest(self.template),
-            "chat_template_kwargs": dict(self.rules.template_kwargs),
-            **sampling,
-            "max_model_len": self.config.max_model_len,
-            "max_num_seqs": self.config.max_num_seqs,
-            "tensor_parallel_size": self.config.tensor_parallel_size,
-            "max_num_batched_tokens": self.config.max_num_batched_tokens,
-            "enable_prefix_caching": self.config.enable_prefix_caching,
-            "version": dspark_version(),
-        }
-
-    def _open_header(self, journal: Journal, now: dict[str, Any]) -> None:
-        """Check the journal's run against this one, and note what changed."""
-        then = journal.header
-        if journal.torn_bytes:
-            self.say(
-                f"the journal's last line was cut short ({journal.torn_bytes} bytes): its row runs "
-                "again"
-            )
-        if journal.bad_lines:
-            numbers = ", ".join(map(str, journal.bad_lines[:20]))
-            self.say(f"{len(journal.bad_lines)} damaged lines in the journal: {numbers}")
-        if then is not None and journal.has_completions:
-            late = tuple(name for name in _LATE if now[name] == "auto")
-            for note in check_same_run(then, now, force=self.given.force_resume, skip=late):
-                self.say(note)
-            now = {**now, **{name: then[name] for name in late}}
-            if len(journal):
-                self.say(f"going on: {len(journal)} lines are in {journal.path}")
-        self._write_header(journal, now)
-
-    def _settle_header(self, journal: Journal, config: EngineConfig) -> None:
-        """Fill in what `auto` became."""
-        then = journal.header
-        if then is None:
-            raise ValueError("a journal begins with its header")
-        found: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
-        now = {**then, **{name: value for name, value in found.items() if value != "auto"}}
-        new = tuple(name for name in _LATE if then[name] == "auto")
-        if journal.has_completions:
-            for note in check_same_run(then, now, force=self.given.force_resume, skip=new):
-                self.say(note)
-        self._write_header(journal, now)
-
-    def _write_header(self, journal: Journal, run: dict[str, Any]) -> None:
-        if journal.header != run:
-            journal.append({"type": "header", "format": FORMAT, "run": run})
-
-    def _interrupted(self, counts: Counts, journal: Journal) -> int:
-        of = "" if counts.total is None else f" of {counts.total}"
-        has = "" if counts.total is None else f" (the input asks for {counts.total})"
-        recorded = len(journal)
-        if self.paths.rows is None:
-            self.say(f"interrupted after {counts.settled}{of} lines")
-        elif self.written:
-            self.say(f"interrupted after {self.paths.rows} was written")
-        elif recorded > counts.settled:  # rows of earlier runs, not all looked at yet
-            self.say(
-                f"interrupted: {recorded} lines of this and earlier runs are kept in "
-                f"{journal.path}{has}; run the same command again "
-                f"to go on ({self.paths.rows} is written at the end)"
-            )
-        else:
-            self.say(
-                f"interrupted: {counts.settled}{of} lines are done and kept in {journal.path}; run "
-                f"the same command again to go on ({self.paths.rows} is written at the end)"
-            )
-        return INTERRUPTED
-
-    def _summary(self, job: Job) -> None:
-        counts, stats = job.counts, self.stats
-        if counts.done:
-            speed = stats.output_tokens / max(self.seconds, 1e-9)
-            text = f"{counts.done} lines in {clock(self.seconds)}, {stats.output_tokens} tokens, "
-            text += f"{speed:.1f} tokens/s"
-            if stats.rounds:
-                text += f", acceptance length {stats.acceptance_length:.2f}"
-            self.say(text)
-        elif counts.kept:
-            self.say("nothing left to do")
-        if counts.kept:
-            self.say(f"{counts.kept} lines were done before")
-        if stats.out_of_memory:
-            self.say(
-                f"{stats.out_of_memory} steps ran out of memory; at most {stats.max_num_seqs} "
-                f"requests at once fitted in the end"
-            )
-        cut = job.tally.finish["length"]
-        if cut:
-            self.say(f"{cut} of {counts.done} were cut at the limit (finish_reason length)")
-        if counts.failed:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in job.tally.errors.most_common())
-            self.say(f"{counts.failed} lines failed ({kinds}): see {self.paths.errors or 'stdout'}")
-        if self.paths.rows is not None:
-            self.say(f"wrote {self.paths.rows}")
 
     def _show(self, line: dict[str, Any], prompt: str | None) -> None:
         spec = line["spec"]

@@ -14,6 +14,7 @@ from dspark_cli.parsers import whole
 from dspark_cli.prompt_options import Chat, PromptOptions
 from dspark_cli.rows import RowRules
 from dspark_cli.sampling_options import MaxTokens, SamplingOptions
+from dspark_cli.sharding import Shard
 from engine.errors import ConfigError
 
 
@@ -28,8 +29,9 @@ Input = Annotated[
     str,
     typer.Argument(
         metavar="INPUT",
-        help="Rows: a JSONL file (.gz too), a folder or glob of them, parquet, - for stdin, or a "
-        "Hugging Face data set as NAME/NAME[@CONFIG][:SPLIT]. Any number of rows: they stream.",
+        help="Rows: a JSONL file (.gz too), a folder or glob of them, parquet, the same as "
+        "s3://BUCKET/KEY or gs://BUCKET/KEY, - for stdin, or a Hugging Face data set as "
+        "NAME/NAME[@CONFIG][:SPLIT]. Any number of rows: they stream.",
     ),
 ]
 Output = Annotated[
@@ -75,6 +77,17 @@ N = Annotated[
         SAMPLING, "Completions per row, a line each.", "--n", parser=whole(1, 1024), metavar="N"
     ),
 ]
+ShardOf = Annotated[
+    Shard | None,
+    option(
+        RUN,
+        "Complete only the I-th of N parts of INPUT, split by row id (added rows move no other); "
+        "files are named OUT.shard-I-of-N. `dspark merge` joins them.",
+        "--shard",
+        parser=Shard.parse,
+        metavar="I/N",
+    ),
+]
 Resume = Annotated[
     bool,
     option(RUN, "Go on where OUT.journal ends; rows that did not change are not made again."),
@@ -117,6 +130,20 @@ Show = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class ReportPaths:
+    """Files that a run writes besides its output; a shard's carry its name."""
+
+    metrics: Path | None
+    progress: Path | None
+    trace: Path | None
+
+    @property
+    def all(self) -> list[Path]:
+        """Those that are asked for."""
+        return [p for p in (self.metrics, self.progress, self.trace) if p is not None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
     """The command's parameters: a field is an option, its type says how it is spelled."""
@@ -131,6 +158,7 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
     compare_plain: ComparePlain = False
     max_tokens: MaxTokens = 1024
     n: N = 1
+    shard: ShardOf = None
     resume: Resume = True
     force_resume: ForceResume = False
     rerun: RerunRows = None
@@ -156,6 +184,12 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
             template_kwargs=self.template_kwargs(),
             passthrough=self.passthrough,
         )
+
+    def report_paths(self) -> "ReportPaths":
+        """Where reports go."""
+        asked = (self.metrics_json, self.progress_file, self.trace)
+        named = [p if p is None or self.shard is None else self.shard.path(p) for p in asked]
+        return ReportPaths(*named)
 
     def check(self) -> list[str]:
         """Refuse what contradicts itself before anything is loaded.

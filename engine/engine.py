@@ -432,7 +432,11 @@ class Engine:
             self.validate(request)
         except RequestError as error:
             return RequestFailure(
-                request=request, kind=error.kind, message=str(error), retryable=False
+                request=request,
+                kind=error.kind,
+                message=str(error),
+                retryable=False,
+                hint=error.hint,
             )
         self._ranks.note("add", request.to_json())
         self.stats.prompt_tokens += len(request.prompt_token_ids)

@@ -177,3 +177,6 @@ class RequestFailure:
     message: str
     retryable: bool
     """True when the same request may succeed on another run."""
+
+    hint: str = ""
+    """What to do about it, as DSparkError's."""

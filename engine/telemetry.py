@@ -1,8 +1,9 @@
 """Counters and timers of one engine; host data only."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 CALIBRATION_BINS = 10
 
@@ -192,3 +193,56 @@ class EngineStats:
     def acceptance_length(self) -> float:
         """Committed tokens per request-round, bonus included; 0 before the first round."""
         return self.committed / self.rounds if self.rounds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, for another process or a file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "EngineStats":
+        """What `to_json` gave, back."""
+        return cls(**{**values, "schedule": ScheduleStats(**values["schedule"])})
+
+    def become(self, other: "EngineStats") -> None:
+        """Take over all of another's values: for those who hold on to this object."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
+
+
+def merge(many: Iterable[EngineStats]) -> EngineStats:
+    """Totals over several engines: sums, of `seconds` too.
+
+    What describes an engine's memory and start is the first one's that says it; prompt tokens a
+    step are the largest.
+    """
+    total = EngineStats()
+    for stats in many:
+        for each in fields(EngineStats):
+            mine, theirs = getattr(total, each.name), getattr(stats, each.name)
+            setattr(total, each.name, _SPECIAL.get(each.name, _sum)(mine, theirs))
+    return total
+
+
+def _sum(mine: Any, theirs: Any) -> Any:
+    """Numbers, lists and dictionaries of them: a list or dictionary may lack what the other has."""
+    if isinstance(mine, dict):
+        return {k: mine.get(k, 0) + theirs.get(k, 0) for k in {**mine, **theirs}}
+    if isinstance(mine, list):
+        length = max(len(mine), len(theirs))
+        both = (x + [0] * (length - len(x)) for x in (mine, theirs))
+        return [a + b for a, b in zip(*both, strict=True)]
+    if isinstance(mine, ScheduleStats):
+        names = [each.name for each in fields(ScheduleStats)]
+        return ScheduleStats(**{n: _sum(getattr(mine, n), getattr(theirs, n)) for n in names})
+    return mine + theirs
+
+
+def _first(mine: Any, theirs: Any) -> Any:
+    return mine or theirs
+
+
+_SPECIAL: dict[str, Callable[[Any, Any], Any]] = {
+    "max_num_batched_tokens": max,
+    "kv_account": _first,
+    "until_first_token": _first,
+}

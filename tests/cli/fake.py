@@ -109,6 +109,9 @@ class FakeEngine:
     def follow(self, on_round: Any) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def prepare(self, max_num_seqs: int | None = None) -> float | None:
         return None
 
@@ -126,6 +129,17 @@ class FakeEngine:
                 if request is None:
                     assert running, "the source waits for results, but nothing runs"
                     break
+                try:
+                    self.validate(request)
+                except RequestError as error:
+                    yield RequestFailure(
+                        request=request,
+                        kind=error.kind,
+                        message=str(error),
+                        retryable=False,
+                        hint=error.hint,
+                    )
+                    continue
                 running.append((request, 0))
                 self.stats.prompt_tokens += len(request.prompt_token_ids)
             time.sleep(self.delay)
