@@ -27,8 +27,10 @@ class Front(Protocol):
     stats: EngineStats
     """Totals over all engines, kept up to date."""
 
-    engines: list[dict[str, Any]]
-    """Each engine that has run, as `describe` gives it."""
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        """Each engine, as `describe` gives it."""
+        ...
 
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RequestFailure]:
         """As Engine.run: each request as it finishes, refused ones at once.

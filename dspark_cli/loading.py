@@ -27,9 +27,7 @@ def load(
     """
     progress = LoadProgress(quiet)
     try:
-        engine = backend.load_engine(config, progress)
-        most = engine.limits.max_num_seqs
-        spent = engine.prepare(most if rows is None else max(1, min(rows, most)))
+        engine, spent = make(config, progress, rows)
     finally:
         progress.close()
     if spent is not None:
@@ -38,3 +36,16 @@ def load(
             "--cost-table FILE, does it once)"
         )
     return engine
+
+
+def make(
+    config: EngineConfig, on_progress: Callable[[str, int, int], None], rows: int | None
+) -> tuple["Engine", float | None]:
+    """As `load`, telling nobody.
+
+    Returns:
+        The engine, and the seconds that measuring took; None if there was nothing to measure.
+    """
+    engine = backend.load_engine(config, on_progress)
+    most = engine.limits.max_num_seqs
+    return engine, engine.prepare(most if rows is None else max(1, min(rows, most)))

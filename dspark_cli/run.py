@@ -21,7 +21,7 @@ from dspark_cli.metrics import counted, manifest_of, run_metrics, write_metrics
 from dspark_cli.output import OutputPaths, StdoutRows, first_completions, write_final
 from dspark_cli.preflight import check_places, check_space
 from dspark_cli.prepare import JobSettings
-from dspark_cli.progress import Counts, Progress
+from dspark_cli.progress import Counts, LoadProgress, Progress
 from dspark_cli.reader import Rows, open_sources
 from dspark_cli.settings import GenerateOptions
 from dspark_cli.startup import Startup, process_started
@@ -193,6 +193,8 @@ class GenerateRun:
         with closing(front):
             header.settle(front.engines[0]["settings"])
             self.stats, self.engines = front.stats, front.engines
+            alone = isinstance(front, Single)
+            startup = Startup(front.stats, process_started()) if alone else None
             started = time.perf_counter()
             try:
                 with (
@@ -203,7 +205,7 @@ class GenerateRun:
                         quiet=self.given.quiet,
                         file=self.reports.progress,
                         tick=header.journal.sync_if_due,
-                        startup=Startup(front.stats, process_started()),
+                        startup=startup,
                     ),
                 ):
                     if isinstance(front, Single):
@@ -218,7 +220,18 @@ class GenerateRun:
         Args:
             rows: How many there are, if that is known.
         """
-        return Single(self._load(self.config, rows))
+        count = self.given.data_parallel_size
+        if count == 1:
+            return Single(self._load(self.config, rows))
+        from dspark_cli.replicas import Replicas
+
+        progress = LoadProgress(self.given.quiet)
+        try:
+            front = Replicas(self.config, count, rows=rows, say=self.say, on_progress=progress)
+        finally:
+            progress.close()
+        self.say(f"{count} engines are ready")
+        return front
 
     def _load(self, config: EngineConfig, rows: int | None = None) -> "Engine":
         return load(config, quiet=self.given.quiet, say=self.say, rows=rows)

@@ -1,5 +1,6 @@
 """All options of `dspark generate` in one place."""
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ import typer
 
 from dspark_cli import options
 from dspark_cli.engine_options import EngineOptions, Model
-from dspark_cli.options import IN_OUT, REPORT, RUN, SAMPLING, SPECULATION, option
+from dspark_cli.options import IN_OUT, MEMORY, REPORT, RUN, SAMPLING, SPECULATION, option
 from dspark_cli.parsers import whole
 from dspark_cli.prompt_options import Chat, PromptOptions
 from dspark_cli.rows import RowRules
@@ -88,6 +89,18 @@ ShardOf = Annotated[
         metavar="I/N",
     ),
 ]
+DataParallelSize = Annotated[
+    int,
+    option(
+        MEMORY,
+        "Engines on this host that share out the rows, each with its own devices (-tp of them) or "
+        "its part of the cores.",
+        "--data-parallel-size",
+        "-dp",
+        parser=whole(1, 1024),
+        metavar="N",
+    ),
+]
 Resume = Annotated[
     bool,
     option(RUN, "Go on where OUT.journal ends; rows that did not change are not made again."),
@@ -159,6 +172,7 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
     max_tokens: MaxTokens = 1024
     n: N = 1
     shard: ShardOf = None
+    data_parallel_size: DataParallelSize = 1
     resume: Resume = True
     force_resume: ForceResume = False
     rerun: RerunRows = None
@@ -220,6 +234,7 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
                 "-o - keeps no journal: --rerun, --overwrite and --force-resume need a file",
                 "write to a file",
             ),
+            *self._several_engines(),
             (
                 self.output == "-" and self.show > 0,
                 "--show repeats what -o - prints",
@@ -230,6 +245,20 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
             if wrong:
                 raise ConfigError(message, hint)
         return self._notes()
+
+    def _several_engines(self) -> list[tuple[bool, str, str]]:
+        """What one engine alone can do."""
+        if self.data_parallel_size == 1:
+            return []
+        return [
+            (self.trace is not None, "--trace shows the rounds of one engine", "drop one of them"),
+            (self.compare_plain, "--compare-plain measures one engine", "drop one of them"),
+            (
+                "TORCHELASTIC_RUN_ID" in os.environ,
+                "--data-parallel-size starts its own processes: not under torchrun",
+                "run the command by itself",
+            ),
+        ]
 
     def _empty_names(self) -> list[tuple[bool, str, str]]:
         """Names that came out empty, as those of unset shell variables do."""

@@ -1,5 +1,7 @@
 """Every error a user can cause, each with what to do about it."""
 
+from typing import Any
+
 
 class DSparkError(Exception):
     """Base of all errors shown without a traceback.
@@ -46,3 +48,24 @@ class RequestError(DSparkError):
     def __init__(self, kind: str, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
         self.kind = kind
+
+
+class ProcessError(DSparkError):
+    """An error of another process.
+
+    Args:
+        message: What happened, and to whom.
+        hint: As for DSparkError.
+        exit_code: Of the error that it had.
+    """
+
+    def __init__(self, message: str, hint: str = "", exit_code: int = 1) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """An error as JSON: what a ProcessError is made of."""
+    if isinstance(error, DSparkError):
+        return {"error": str(error), "hint": error.hint, "exit_code": error.exit_code}
+    return {"error": f"{type(error).__name__}: {error}", "hint": "", "exit_code": 1}

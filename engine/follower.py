@@ -7,13 +7,13 @@ import sys
 import traceback
 from typing import Any
 
-from engine.dist.parent import read_boot
+from engine.child import leave_signals_to_parent, read_boot
 
 
 def main() -> None:
     """Be a rank that another process has started; returns when sent away."""
     boot = read_boot()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
+    leave_signals_to_parent()
     code = 0
     try:
         _run(boot)
@@ -82,7 +82,8 @@ def _follow(group: Any) -> None:
 
 def _report(descriptor: int, error: BaseException) -> None:
     """Tell rank 0, which tells the user."""
-    from engine.dist.control import RankError, describe_error
+    from engine.dist.control import RankError
+    from engine.errors import describe_error
 
     found = {
         **describe_error(error),

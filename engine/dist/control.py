@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.errors import DSparkError
+from engine.errors import ProcessError, describe_error
 
 _SHORT = 4096
 """Bytes that go in one exchange; longer messages take a second one."""
@@ -18,25 +18,8 @@ _SHORT = 4096
 _FAIL_S = 5.0
 
 
-class RankError(DSparkError):
-    """Another rank cannot go on.
-
-    Args:
-        message: What happened to whom.
-        hint: As for DSparkError.
-        exit_code: Of the error that it had.
-    """
-
-    def __init__(self, message: str, hint: str = "", exit_code: int = 1) -> None:
-        super().__init__(message, hint)
-        self.exit_code = exit_code
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """An error as JSON: what a RankError is made of."""
-    if isinstance(error, DSparkError):
-        return {"error": str(error), "hint": error.hint, "exit_code": error.exit_code}
-    return {"error": f"{type(error).__name__}: {error}", "hint": "", "exit_code": 1}
+class RankError(ProcessError):
+    """Another rank cannot go on."""
 
 
 class Control(Protocol):

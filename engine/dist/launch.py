@@ -2,17 +2,15 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
 
+from engine.child import Child, how_it_ended
 from engine.dist.control import RankError
-from engine.dist.parent import boot_code
 from engine.dist.watch import Watch
 
+MAIN = "engine.follower:main"
 _LEAVE_S = 10.0
 """Time to leave when told to; a CUDA process takes a while."""
 
@@ -40,57 +38,31 @@ class Processes:
         self._stopping = True
         until = time.monotonic() + (0.0 if at_once else _LEAVE_S)
         for child in self._children:
-            try:
-                child.wait(max(until - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-            if child.stdin is not None:
-                child.stdin.close()
+            child.wait(until - time.monotonic())
 
-    def _start(self, boot: dict[str, Any]) -> "subprocess.Popen[bytes]":
+    def _start(self, boot: dict[str, Any]) -> Child:
         reads, writes = os.pipe()
-        child = subprocess.Popen(
-            [sys.executable, "-c", boot_code()],
-            stdin=subprocess.PIPE,
-            stdout=_stderr(),  # stdout is this process's data
-            pass_fds=[writes],
-        )
+        child = Child(MAIN, {**boot, "report_fd": writes}, pass_fds=[writes])
         os.close(writes)
-        assert child.stdin is not None
-        line = json.dumps({**boot, "report_fd": writes}) + "\n"
-        child.stdin.write(line.encode())
-        child.stdin.flush()  # and stays open: its end is the news of ours
         args = (boot["rank"], child, reads)
         threading.Thread(target=self._follow, args=args, daemon=True).start()
         return child
 
-    def _follow(self, rank: int, child: "subprocess.Popen[bytes]", reads: int) -> None:
+    def _follow(self, rank: int, child: Child, reads: int) -> None:
         with os.fdopen(reads, "rb") as pipe:
             report = pipe.read()
-        code = child.wait()
+        code = child.process.wait()
         if not self._stopping:
             self._watch.report(*_news(rank, code, report))
 
 
 def _news(rank: int, code: int, report: bytes) -> tuple[RankError, int]:
     """What a rank's end means, and how much it explains."""
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = "the kernel's log may say who did it" if -code == signal.SIGKILL else ""
-        return RankError(f"rank {rank} was ended by {name}", hint), 2
-    if report:
+    if code >= 0 and report:
         found = json.loads(report)
         text = f"rank {rank}: {found['error']}"
         error = RankError(text, found["hint"], found["exit_code"])
         error.add_note(found["traceback"])
         return error, 0 if found["lost_peer"] else 2
-    return RankError(f"rank {rank} ended with exit code {code}", "see what it printed"), 1
-
-
-def _stderr() -> int:
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
+    text, hint = how_it_ended(code)
+    return RankError(f"rank {rank} {text}", hint), 2 if code < 0 else 1

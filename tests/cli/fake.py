@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,8 @@ class FakeEngine:
         delay: float = 0.0,
     ) -> None:
         FakeEngine.loads += 1
+        if "unloadable" in config.model:
+            raise CheckpointError("weights are missing", "get them")
         self.config = config
         self.tokenizer = FakeTokenizer()
         self.stats = EngineStats(drafted_at=[0] * 7, accepted_at=[0] * 7)
@@ -206,3 +209,22 @@ def locate(name: str, role: str) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"no such checkpoint: {name}", "check the name")
     return path
+
+
+def install() -> None:
+    """Be the backend of this process, from now on."""
+    from dspark_cli import backend
+
+    backend.locate_checkpoint = locate  # type: ignore[assignment]
+    backend.load_tokenizer = lambda folder: FakeTokenizer()  # type: ignore[assignment, return-value]
+    backend.check_checkpoints = lambda config: None
+    delay = float(os.environ.get("FAKE_DELAY", "0"))
+    backend.load_engine = partial(FakeEngine, delay=delay)  # type: ignore[assignment]
+
+
+def replica() -> None:
+    """A replica's process, with the fake engine."""
+    from dspark_cli import replica
+
+    install()
+    replica.main()

@@ -164,11 +164,12 @@ def test_ctrl_c_stops_all_ranks_and_a_second_one_at_once(folder: Path) -> None:
 
 def break_rank_1() -> None:
     """Have the processes of other ranks load with a part of the engine missing."""
-    from engine.dist import launch
+    from engine import child
 
     broken = "import engine.runner.steps as s; s.Steps.shards = None; "
-    whole = launch.boot_code().replace("from engine.fol", broken + "from engine.fol")
-    launch.boot_code = lambda: whole
+    whole = child.boot_code("engine.follower:main")
+    code = whole.replace("from engine.fol", broken + "from engine.fol")
+    child.boot_code = lambda _main: code
 
 
 def test_a_rank_that_cannot_load_is_told_with_its_own_error(folder: Path) -> None:
@@ -183,14 +184,15 @@ def test_a_rank_that_cannot_load_is_told_with_its_own_error(folder: Path) -> Non
 
 def give_rank_1_another_tier() -> None:
     """Have the processes of other ranks change each plan that they are told."""
-    from engine.dist import launch
+    from engine import child
 
     broken = (
         "import dataclasses, engine.planning as p; tell = p.Decisions._tell; "
         "p.Decisions._tell = lambda *a: dataclasses.replace(tell(*a), tokens=99); "
     )
-    whole = launch.boot_code().replace("from engine.fol", broken + "from engine.fol")
-    launch.boot_code = lambda: whole
+    whole = child.boot_code("engine.follower:main")
+    code = whole.replace("from engine.fol", broken + "from engine.fol")
+    child.boot_code = lambda _main: code
 
 
 def test_ranks_that_differ_end_with_one_readable_error(folder: Path) -> None:

@@ -1,0 +1,303 @@
+"""--data-parallel-size: several engines on this host, each a process, behind one front.
+
+Rows are handed out as replicas have room; each has a few more than it runs, so that it never waits
+for this process. What a dead replica had not finished goes back to the front of the queue.
+"""
+
+import json
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from dspark_cli.front import check_same
+from dspark_cli.parts import Share, share_out
+from engine.child import Child, how_it_ended
+from engine.config import EngineConfig
+from engine.errors import DSparkError, ProcessError
+from engine.request import Completion, Request, RequestFailure
+from engine.telemetry import EngineStats, merge
+from engine.wire import decode_result
+
+MAIN = "dspark_cli.replica:main"
+MAX_RESTARTS = 2
+_READ_BYTES = 1 << 20
+_SOON_S = 0.02
+"""Until the source is asked again after it had nothing yet."""
+
+_LEAVE_S = 10.0
+_USAGE = 2
+
+Name = tuple[str, int]
+Output = Completion | RequestFailure
+
+
+class Replicas:
+    """Engines of equal settings that share out the requests; as Front.
+
+    Args:
+        config: The settings of each.
+        count: How many.
+        rows: Requests to come, if that is known.
+        say: Told of replicas that die.
+        on_progress: Told how loading goes, as Engine's.
+
+    Raises:
+        DSparkError: One cannot be loaded, or keeps dying.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        count: int,
+        *,
+        rows: int | None,
+        say: Callable[[str], None],
+        on_progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.stats = EngineStats()
+        self._say = say
+        self._on_progress = on_progress
+        self._past: list[EngineStats] = []
+        """Of processes that have ended."""
+
+        self._returned: deque[Request] = deque()
+        """What those had not finished."""
+
+        shares = share_out(config, count)
+        each = None if rows is None else -(-rows // count)
+        self._members = [_Member(at, share, each) for at, share in enumerate(shares)]
+        try:
+            for member in self._members:
+                member.start()
+            while any(member.about is None for member in self._members):
+                self._hear(None)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        """As Front."""
+        return [member.about for member in self._members if member.about is not None]
+
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Output]:
+        """As Front.
+
+        Raises:
+            DSparkError: A replica died more often than it is started again, or cannot be loaded
+                again; or `requests` gave None while nothing ran.
+        """
+        source = iter(requests)
+        state = "more"
+        while True:
+            if state != "ended":
+                state = self._hand_out(source)
+            else:
+                self._hand_out(iter(()))
+            if not self._busy:
+                if state == "ended":
+                    return
+                if state == "not yet":
+                    raise DSparkError(
+                        "the source of requests waits for results, but no request is running"
+                    )
+            yield from self._hear(_SOON_S if state == "not yet" else None)
+
+    def close(self) -> None:
+        """Send the replicas away, by force if they are in the middle of something."""
+        loading = any(member.about is None for member in self._members)
+        until = time.monotonic() + (0.0 if self._busy or loading else _LEAVE_S)
+        for member in self._members:
+            member.hang_up()
+        for member in self._members:
+            member.end(until - time.monotonic())
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._returned) or any(member.given for member in self._members)
+
+    def _hand_out(self, source: Iterator[Request | None]) -> str:
+        """Give every replica what it has room for.
+
+        Returns:
+            `full`, `not yet` if the source had nothing for now, or `ended`.
+        """
+        batches: dict[int, list[Request]] = {}
+        state = "full"
+        while (member := max(self._members, key=lambda m: m.room)).room > 0:
+            request = self._returned.popleft() if self._returned else next(source, _ENDED)
+            if request is None or request is _ENDED:
+                state = "not yet" if request is None else "ended"
+                break
+            assert isinstance(request, Request)
+            member.given[request.request_id, request.sample_index] = request
+            batches.setdefault(member.number, []).append(request)
+        for number, batch in batches.items():
+            self._members[number].send(batch)
+        return state
+
+    def _hear(self, timeout: float | None) -> list[Output]:
+        """Wait for news, and take them in.
+
+        Args:
+            timeout: Seconds; None: until there are some.
+        """
+        found: list[Output] = []
+        by_fd = {m.connection.fileno(): m for m in self._members}
+        for fd in select.select(list(by_fd), [], [], timeout)[0]:
+            member = by_fd[fd]
+            lines = member.read()
+            for line in lines or []:
+                found += self._take(member, json.loads(line))
+            if lines is None:
+                self._lost(member)
+        return found
+
+    def _take(self, member: "_Member", message: dict[str, Any]) -> list[Output]:
+        if "done" in message:
+            request_id, sample, value = message["done"]
+            return [decode_result(value, member.given.pop((request_id, sample)))]
+        if "stats" in message:
+            member.stats = EngineStats.from_json(message["stats"])
+            self.stats.become(merge([*self._past, *(m.stats for m in self._members)]))
+        elif "ready" in message:
+            member.about = message["ready"]
+            check_same(self.engines[0], member.about)
+        elif "failed" in message:
+            member.failure = message["failed"]
+        elif member.number == 0:
+            self._on_progress(*message["progress"])
+        return []
+
+    def _lost(self, member: "_Member") -> None:
+        """A replica has ended: its rows go to whoever has room, and it is started again.
+
+        Raises:
+            ProcessError: That would be of no use, or was tried before.
+        """
+        error = member.news()
+        self._returned.extendleft(reversed(member.given.values()))
+        rows = len(member.given)
+        self._past.append(member.retire())
+        if error.exit_code == _USAGE or member.deaths > MAX_RESTARTS:
+            raise error
+        self._say(
+            f"{error}; its {rows} unfinished rows run again, and it is started again "
+            f"({member.deaths} of {MAX_RESTARTS})"
+        )
+        member.start()
+
+
+_ENDED = object()
+
+
+class _Member:
+    """One replica: its process, and what it was given.
+
+    Args:
+        number: From 0.
+        share: Its part of this host, and its settings.
+        rows: Requests it may get, if that is known.
+    """
+
+    def __init__(self, number: int, share: Share, rows: int | None) -> None:
+        self.number = number
+        self.given: dict[Name, Request] = {}
+        """Requests without a result."""
+
+        self.about: dict[str, Any] | None = None
+        """What it says of itself; None while it loads."""
+
+        self.failure: dict[str, Any] | None = None
+        """What it said when it failed."""
+
+        self.stats = EngineStats()
+        self.deaths = 0
+        self.connection: socket.socket
+        self._share = share
+        self._rows = rows
+        self._child: Child | None = None
+        self._partial = b""
+
+    @property
+    def room(self) -> int:
+        """How many more requests it should have: a quarter more than it runs at once."""
+        if self.about is None:
+            return 0
+        width = self.about["settings"]["max_num_seqs"]
+        return int(width) + max(2, int(width) // 4) - len(self.given)
+
+    def start(self) -> None:
+        """Start a process."""
+        ours, theirs = socket.socketpair()
+        self.connection = ours
+        self._partial, self.about, self.failure = b"", None, None
+        boot = {
+            "fd": theirs.fileno(),
+            "config": self._share.config.to_json(),
+            "rows": self._rows,
+            "cores": self._share.cores,
+        }
+        env = {**os.environ, **self._share.env}
+        self._child = Child(MAIN, boot, pass_fds=[theirs.fileno()], env=env, leads_group=True)
+        theirs.close()
+
+    def send(self, requests: list[Request]) -> None:
+        """Give it requests; if it has just died, reading will tell."""
+        message = {"requests": [request.to_json() for request in requests]}
+        try:
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def read(self) -> list[bytes] | None:
+        """Whole lines that have come; None once there will be no more."""
+        try:
+            data = self.connection.recv(_READ_BYTES)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return lines
+
+    def news(self) -> ProcessError:
+        """Why it has ended."""
+        assert self._child is not None
+        self._child.wait(_LEAVE_S)
+        self.deaths += 1
+        name = f"replica {self.number}"
+        if self.failure is None:
+            text, hint = how_it_ended(self._child.process.returncode)
+            error = ProcessError(f"{name} {text}", hint)
+        else:
+            text, hint = f"{name}: {self.failure['error']}", self.failure["hint"]
+            error = ProcessError(text, hint, self.failure["exit_code"])
+            error.add_note(self.failure["traceback"])
+        if self.deaths <= MAX_RESTARTS or error.exit_code == _USAGE:
+            return error
+        again = "finished rows are kept: run the same command again"
+        more = f"{error.hint}; {again}" if error.hint else again
+        return ProcessError(f"{error} ({self.deaths} times now)", more, error.exit_code)
+
+    def retire(self) -> EngineStats:
+        """Forget the process that has ended; what it had counted."""
+        self.connection.close()
+        self.given = {}
+        counted, self.stats = self.stats, EngineStats()
+        return replace(counted, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0)
+
+    def hang_up(self) -> None:
+        """Say that nothing more comes."""
+        if self._child is not None:
+            self.connection.close()
+
+    def end(self, timeout: float) -> None:
+        """Wait for its end, then kill."""
+        if self._child is not None:
+            self._child.wait(timeout)

@@ -1,0 +1,231 @@
+"""--data-parallel-size: what replicas write is what one engine writes, whoever dies."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark_cli import replicas
+from dspark_cli.parts import share_out
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.telemetry import EngineStats, ScheduleStats, merge
+from tests.cli import fake
+from tests.cli.conftest import Bench
+from tests.cli.test_crash import Process
+
+TWO = ("--data-parallel-size", "2", "--max-num-seqs", "2", "--device", "cpu")
+ROWS: list[Any] = [
+    *({"id": f"r{at}", "prompt": f"prompt number {at}"} for at in range(30)),
+    b"not json",
+    {"id": "several", "prompt": "x", "n": 3, "temperature": 1},
+    {"id": "long", "prompt": "y" * 300},
+    {"id": "fails", "prompt": "FAIL_oom"},
+    {"id": "turns", "turns": ["one", "two", "three"]},
+]
+
+
+@pytest.fixture
+def many(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(replicas, "MAIN", "tests.cli.fake:replica")
+    return bench
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_one(parent: int, victim: int) -> int:
+    """kill -9 of a replica; the process that is started in its place."""
+    before = children(parent)
+    os.kill(victim, signal.SIGKILL)
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if new := [pid for pid in children(parent) if pid not in before]:
+            return new[0]
+        time.sleep(0.01)
+    raise AssertionError("it was not started again")
+
+
+def ids_made(bench: Bench) -> list[str]:
+    records = [json.loads(line) for line in bench.journal.read_bytes().splitlines()]
+    return [str(record["row"]["id"]) for record in records if record["type"] == "row"]
+
+
+def test_two_replicas_write_what_one_engine_writes(many: Bench) -> None:
+    """Rows of all kinds, errors and sums of metrics included; this process has no engine."""
+    metrics = many.folder / "metrics.json"
+    many.write(ROWS)
+    many.generate("--max-num-seqs", "2", "--metrics-json", str(metrics), code=3)
+    want = many.output.read_bytes(), many.errors_file.read_bytes()
+    of_one = json.loads(metrics.read_text())
+    loads = fake.FakeEngine.loads
+    many.generate(*TWO, "--overwrite", "--metrics-json", str(metrics), code=3)
+    assert (many.output.read_bytes(), many.errors_file.read_bytes()) == want
+    assert fake.FakeEngine.loads == loads
+    of_two = json.loads(metrics.read_text())
+    for name in ("rows", "acceptance", "schedule"):
+        assert of_two[name] == of_one[name], name
+    assert of_two["engine"]["output_tokens"] == of_one["engine"]["output_tokens"]
+    assert [e["settings"]["max_num_seqs"] for e in of_two["manifest"]["engines"]] == [2, 2]
+    assert all(
+        e["host"] and e["device"] and e["packages"]["torch"] for e in of_two["manifest"]["engines"]
+    )
+    many.write(ROWS[:1])  # fewer rows than replicas
+    many.generate(*TWO, "--overwrite")
+    assert not children(os.getpid())
+
+
+@pytest.fixture
+def killed(many: Bench) -> tuple[Bench, bytes]:
+    """Rows, and what an undisturbed run writes."""
+    many.write(ROWS[:30])
+    many.generate("--draft", "none")
+    want = many.output.read_bytes()
+    many.output.unlink()
+    many.journal.unlink()
+    return many, want
+
+
+@pytest.mark.parametrize("kills", [int(os.environ.get("DSPARK_KILLS", "2"))])
+def test_killed_replicas_are_started_again_and_no_row_is_made_twice(
+    killed: tuple[Bench, bytes], kills: int
+) -> None:
+    """Twice the same one, or DSPARK_KILLS runs: the others go on, and the output is the same."""
+    bench, want = killed
+    for turn in range(max(1, kills // 2)):
+        process = Process(bench, *TWO, delay=0.03)
+        process.wait_for_rows(2 + turn % 5)
+        for _ in range(2):
+            kill_one(process.popen.pid, children(process.popen.pid)[turn % 2])
+            time.sleep(0.05)
+        code, text = process.end()
+        assert code == 0, text
+        assert "was ended by SIGKILL; its " in text
+        assert bench.output.read_bytes() == want
+        assert sorted(ids_made(bench)) == sorted(row["id"] for row in ROWS[:30])
+        bench.output.unlink()
+        bench.journal.unlink()
+
+
+def test_a_replica_that_keeps_dying_ends_the_run_and_loses_nothing(
+    killed: tuple[Bench, bytes],
+) -> None:
+    """As a row does that kills whoever runs it; the same command goes on afterwards."""
+    bench, want = killed
+    process = Process(bench, *TWO, delay=0.1)
+    process.wait_for_rows(1)
+    victims = children(process.popen.pid)
+    victims.append(kill_one(process.popen.pid, victims[1]))
+    victims.append(kill_one(process.popen.pid, victims[-1]))
+    os.kill(victims[-1], signal.SIGKILL)
+    code, text = process.end()
+    assert code == 1
+    assert "was ended by SIGKILL (3 times now)" in text
+    assert "run the same command again" in text
+    assert not any(alive(pid) for pid in victims)
+    done = len(ids_made(bench))
+    assert done >= 1
+    bench.generate("--draft", "none", *TWO)
+    assert bench.output.read_bytes() == want
+    assert len(ids_made(bench)) == 30
+
+
+def test_replicas_end_with_their_parent_and_leave_ctrl_c_to_it(
+    killed: tuple[Bench, bytes],
+) -> None:
+    bench, want = killed
+    process = Process(bench, *TWO, delay=0.05)
+    process.wait_for_rows(2)
+    victims = children(process.popen.pid)
+    assert len(victims) == 2
+    process.popen.kill()
+    process.end()
+    until = time.monotonic() + 5
+    while any(alive(pid) for pid in victims) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(alive(pid) for pid in victims)
+    process = Process(bench, *TWO, delay=0.05)
+    process.wait_for_rows(4)
+    victims = children(process.popen.pid)
+    for pid in (*victims, process.popen.pid):  # a terminal, or scancel, tells everybody
+        os.kill(pid, signal.SIGTERM if pid != process.popen.pid else signal.SIGINT)
+    code, text = process.end()
+    assert code == 130, text
+    assert "running rows get 10 s to end" in text
+    assert not any(alive(pid) for pid in victims)
+    bench.generate("--draft", "none")
+    assert bench.output.read_bytes() == want
+    assert len(ids_made(bench)) == 30
+
+
+def test_what_cannot_be_loaded_is_told_once_and_not_tried_again(many: Bench) -> None:
+    many.write(ROWS[:3])
+    folder = many.folder / "unloadable"
+    (many.folder / "m").rename(folder)
+    result = many.call(
+        "generate", str(many.input), "-o", str(many.output), "-m", str(folder), "-d", "none", *TWO
+    )
+    assert result.code == 2
+    assert "weights are missing" in result.err
+    assert "hint: get them" in result.err
+    assert "started again" not in result.err
+    assert result.err.count("error:") == 1
+
+
+def test_an_engine_that_breaks_is_told_with_its_own_error(many: Bench) -> None:
+    many.write([{"prompt": "RAISE"}])
+    text = many.generate(*TWO, code=1).err
+    assert "RuntimeError: the engine broke (3 times now)" in text
+    assert text.count("it is started again") == 4, "each of two replicas twice"
+
+
+@pytest.mark.parametrize("args", [["--trace", "t.json"], ["--compare-plain"]])
+def test_what_one_engine_alone_can_do_is_refused(many: Bench, args: list[str]) -> None:
+    many.write(ROWS[:1])
+    assert "one engine" in many.generate(*TWO, *args, code=2).err
+
+
+def test_devices_cores_and_memory_are_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(5)))
+    shares = share_out(EngineConfig(model="m", device="cpu"), 2)
+    assert [share.cores for share in shares] == [[0, 1], [2, 3, 4]]
+    assert shares[0].config.gpu_memory_utilization == 0.45
+    assert all(not share.cores for share in share_out(EngineConfig(model="m", device="cpu"), 6))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-a,7")
+    pairs = share_out(EngineConfig(model="m", tensor_parallel_size=2), 2)
+    assert [share.env["CUDA_VISIBLE_DEVICES"] for share in pairs] == ["3,5", "GPU-a,7"]
+    with pytest.raises(ConfigError, match="needs 6 CUDA devices, there are 4"):
+        share_out(EngineConfig(model="m", tensor_parallel_size=2), 3)
+
+
+def test_statistics_of_engines_add_up() -> None:
+    a = EngineStats(
+        rounds=2,
+        accepted_at=[1, 0],
+        seconds={"load": 1.0, "draft": 0.5},
+        max_num_batched_tokens=8,
+        kv_account="a",
+        schedule=ScheduleStats(rounds={"plain": 1, "full": 2, "compact": 0}, tokens=4),
+    )
+    b = EngineStats(rounds=3, accepted_at=[1, 2], seconds={"draft": 0.5}, max_num_batched_tokens=4)
+    total = merge([a, EngineStats.from_json(json.loads(json.dumps(b.to_json())))])
+    assert (total.rounds, total.accepted_at) == (5, [2, 2])
+    assert total.seconds == {"load": 1.0, "draft": 1.0}
+    assert (total.max_num_batched_tokens, total.kv_account) == (8, "a")
+    assert total.schedule.rounds == {"plain": 1, "full": 2, "compact": 0}
+    assert merge([a]) == a
