@@ -167,6 +167,7 @@ class StdoutRows:
         self._slots = slots
         self._journal = journal
         self._passthrough = passthrough
+        self._stream = sys.stdout.buffer  # a cluster's messages may be kept from sys.stdout
         self._next = 0
 
     def flush(self) -> None:
@@ -176,10 +177,10 @@ class StdoutRows:
             good, line = self._slots.output(self._next, self._journal, self._passthrough)
             if not good:
                 line = failure_line(line)
-            sys.stdout.buffer.write(dumps(line))
+            self._stream.write(dumps(line))
             self._next += 1
         if self._next != before:
-            sys.stdout.buffer.flush()
+            self._stream.flush()
 
 
 def failure_line(error: dict[str, Any]) -> dict[str, Any]:

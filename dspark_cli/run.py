@@ -220,8 +220,12 @@ class GenerateRun:
         Args:
             rows: How many there are, if that is known.
         """
-        count = self.given.data_parallel_size
-        if count == 1:
+        count, address = self.given.data_parallel_size, self.given.cluster
+        if address is not None:
+            from dspark_cli.cluster import Cluster
+
+            return Cluster(self.config, address, count, say=self.say)
+        if count is None or count == 1:
             return Single(self._load(self.config, rows))
         from dspark_cli.replicas import Replicas
 

@@ -78,6 +78,17 @@ N = Annotated[
         SAMPLING, "Completions per row, a line each.", "--n", parser=whole(1, 1024), metavar="N"
     ),
 ]
+ClusterAddress = Annotated[
+    str | None,
+    option(
+        RUN,
+        "Complete the rows on a Ray cluster: its address (HOST:PORT), auto for the one this host "
+        "is part of, or local for one of this host that ends with the run. Needs the extra "
+        "`cluster`.",
+        "--cluster",
+        metavar="ADDRESS",
+    ),
+]
 ShardOf = Annotated[
     Shard | None,
     option(
@@ -90,11 +101,11 @@ ShardOf = Annotated[
     ),
 ]
 DataParallelSize = Annotated[
-    int,
+    int | None,
     option(
         MEMORY,
-        "Engines on this host that share out the rows, each with its own devices (-tp of them) or "
-        "its part of the cores.",
+        "Engines that share out the rows, each with its own devices (-tp of them) or its part of "
+        "the cores. Default: 1; with --cluster as many as it has room for.",
         "--data-parallel-size",
         "-dp",
         parser=whole(1, 1024),
@@ -172,7 +183,8 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
     max_tokens: MaxTokens = 1024
     n: N = 1
     shard: ShardOf = None
-    data_parallel_size: DataParallelSize = 1
+    data_parallel_size: DataParallelSize = None
+    cluster: ClusterAddress = None
     resume: Resume = True
     force_resume: ForceResume = False
     rerun: RerunRows = None
@@ -248,14 +260,14 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
 
     def _several_engines(self) -> list[tuple[bool, str, str]]:
         """What one engine alone can do."""
-        if self.data_parallel_size == 1:
+        if self.cluster is None and self.data_parallel_size in (None, 1):
             return []
         return [
             (self.trace is not None, "--trace shows the rounds of one engine", "drop one of them"),
             (self.compare_plain, "--compare-plain measures one engine", "drop one of them"),
             (
                 "TORCHELASTIC_RUN_ID" in os.environ,
-                "--data-parallel-size starts its own processes: not under torchrun",
+                "--data-parallel-size and --cluster start their own processes: not under torchrun",
                 "run the command by itself",
             ),
         ]
@@ -267,6 +279,7 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
             ("--output", self.output),
             ("--model", self.model),
             ("--draft", self.draft),
+            ("--cluster", self.cluster),
         )
         return [
             (

@@ -1,0 +1,114 @@
+"""What a Ray cluster has, and how engines are laid on it."""
+
+import logging
+import os
+import signal
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+_CUDA_SEQS, _CPU_SEQS = 256, 32
+_PER_PACKET = 8
+"""Packets to a full batch: one is done when its longest row is."""
+
+PACKETS = 2 * _PER_PACKET
+"""Packets at an actor: with rows that are done in half of them it still runs a full batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How engines lie on the cluster."""
+
+    config: EngineConfig
+    """Of each engine."""
+
+    count: int
+    num_cpus: int
+    """That each claims, as `num_gpus`."""
+
+    num_gpus: int
+    rows_per_packet: int
+
+
+def plan_engines(config: EngineConfig, asked: int | None, nodes: list[dict[str, float]]) -> Plan:
+    """Engines for a cluster: one per -tp GPUs, or on a cluster without GPUs one a node.
+
+    An engine is one actor, and the GPUs that it claims are of one host: its ranks are processes of
+    that host. Engines that have to share a node's cores run one thread each if --threads does not
+    say otherwise.
+
+    Args:
+        config: The engine's settings.
+        asked: Engines wanted; None: as many as there is room for.
+        nodes: Each live node's resources.
+
+    Raises:
+        ConfigError: There are no GPUs, or fewer on every node than -tp.
+    """
+    ranks = config.tensor_parallel_size or 1
+    gpus = [int(node.get("GPU", 0)) for node in nodes]
+    device = config.device
+    if device == "auto":
+        device = "cuda" if any(gpus) else "cpu"
+    width = config.max_num_seqs or (_CUDA_SEQS if device == "cuda" else _CPU_SEQS)
+    rows = max(1, width // _PER_PACKET)
+    if device == "cuda":
+        room = sum(each // ranks for each in gpus)
+        if room == 0:
+            raise ConfigError(
+                f"an engine with -tp {ranks} needs {ranks} GPUs of one node; the nodes have "
+                f"{sorted(gpus, reverse=True)[:8]}",
+                "lower -tp, or give --device cpu",
+            )
+        return Plan(replace(config, device="cuda"), asked or room, ranks, ranks, rows)
+    count = asked or len(nodes)
+    each = -(-count // len(nodes))
+    threads = config.threads or (1 if each > 1 else None)
+    share = config.gpu_memory_utilization / each
+    plain = replace(config, device="cpu", threads=threads, gpu_memory_utilization=share)
+    return Plan(plain, count, ranks * (threads or 1), 0, rows)
+
+
+def connect(address: str) -> Any:
+    """Join a cluster, or start one here.
+
+    Args:
+        address: As for Cluster.
+
+    Returns:
+        The module `ray`.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no such cluster.
+    """
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"--cluster {address}: a Ray client is too far away to read and write rows",
+            "run the command on a node of the cluster (ray job submit, ray exec), with --cluster "
+            "auto",
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise ConfigError(
+            "--cluster needs Ray, which is not installed", "pip install 'dspark[cluster]'"
+        ) from None
+    before = signal.getsignal(signal.SIGTERM)
+    local = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--cluster {address}: {reason}",
+            "start a cluster with `ray start --head`, or give --cluster local",
+        ) from None
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)  # ray.init takes it for itself
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    return ray
