@@ -57,7 +57,9 @@ class Cluster:
         self._abouts: dict[str, dict[str, Any]] = {}
         """Engines that have been, by key; one that is started again has another."""
 
-        self._counted: dict[str, EngineStats] = {}
+        self._counted: dict[str, tuple[float, EngineStats]] = {}
+        """When, on its clock, and what."""
+
         self._nodes: dict[str, str] = {}
         """Key to node."""
 
@@ -240,8 +242,9 @@ class Cluster:
         self._packets.pop(number, None)
         self._taken.pop(number, None)
         self._mailbox.forget.remote([number])
-        self._counted[key] = EngineStats.from_json(answer["stats"])
-        self.stats.become(merge(self._counted.values()))
+        if answer["at"] > self._counted.get(key, (0.0, self.stats))[0]:  # they may pass each other
+            self._counted[key] = answer["at"], EngineStats.from_json(answer["stats"])
+            self.stats.become(merge(stats for _, stats in self._counted.values()))
         found = []
         for request_id, sample, value in answer["results"]:
             request = self._waiting.pop((request_id, sample), None)

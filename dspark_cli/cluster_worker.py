@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -167,8 +168,8 @@ class EngineActor:
         results = [(r.request.request_id, r.request.sample_index, encode_result(r)) for r in call]
         assert self._engine is not None
         stats = self._engine.stats.to_json()
-        answer = {"number": message["number"], "key": self._key, "results": results, "stats": stats}
-        return json.dumps(answer).encode()
+        answer = {"number": message["number"], "key": self._key, "results": results}
+        return json.dumps({**answer, "stats": stats, "at": time.monotonic()}).encode()
 
     def _work(self, config: dict[str, Any]) -> None:
         """The engine's thread."""

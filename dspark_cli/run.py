@@ -213,6 +213,7 @@ class GenerateRun:
                     job.run(front, pending)
             finally:
                 self.seconds = time.perf_counter() - started
+                self.engines = front.engines  # some may have come later
 
     def _open_front(self, rows: int | None) -> Front:
         """What completes the rows.
