@@ -61,12 +61,12 @@ def check_parts(parts: list[Part]) -> list[str]:
         ConfigError: They are not; lists everything that is wrong.
     """
     wrong = _wrong_set(parts)
-    notes = []
+    notes: list[str] = []
     for part in parts[1:]:
-        for change in changes(parts[0].header, part.header, DECISIVE):
-            wrong.append(_between(change.name, change.then, parts[0], change.now, part))
-        for change in changes(parts[0].header, part.header, NOTED):
-            notes.append(_between(change.name, change.then, parts[0], change.now, part))
+        for names, found in ((DECISIVE, wrong), (NOTED, notes)):
+            for change in changes(parts[0].header, part.header, names):
+                if "auto" not in (change.then, change.now):  # no row of it needed an engine
+                    found.append(_between(change.name, change.then, parts[0], change.now, part))
     wrong += _other_inputs(parts)
     if wrong:
         raise _refuse("these are not all shards of one run", wrong)

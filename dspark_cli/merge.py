@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,7 +89,7 @@ def merge(**values: Any) -> None:
 
 def _beside(output: Path) -> list[Path]:
     """The shards' outputs that are named after OUT."""
-    found = sorted(output.parent.glob(f"{output.stem}.shard-*-of-*{output.suffix}"))
+    found = sorted(output.parent.glob(f"{escape(output.stem)}.shard-*-of-*{output.suffix}"))
     kinds = (".errors.jsonl", ".journal")
     shards = [path for path in found if not path.name.endswith(kinds)]
     if not shards:

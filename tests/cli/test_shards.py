@@ -164,6 +164,20 @@ def test_files_of_a_merge_are_not_replaced_unasked(split: Bench) -> None:
     assert "there is no" in merge(split, code=2).err
 
 
+def test_a_shard_without_rows_is_whole_though_it_needed_no_engine(bench: Bench) -> None:
+    """What is left to the engine is not known of it: its journal says `auto`."""
+    bench.write(ROWS[:2])
+    shards(bench, 3)
+    sizes = [len(p.read_bytes()) for p in bench.folder.glob("out.shard-?-of-3.jsonl")]
+    assert 0 in sizes
+    for path in bench.folder.glob("out.shard-?-of-3.journal"):
+        text = path.read_text()
+        if '"type": "row"' in text:
+            path.write_text(text.replace('"dtype": "auto"', '"dtype": "float32"'))
+    merge(bench, code=0)
+    assert len(bench.rows()) == 2
+
+
 def test_a_shard_resumes_by_itself(bench: Bench) -> None:
     bench.write(ROWS[:20])
     shards(bench, 3)
