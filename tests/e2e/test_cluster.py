@@ -10,18 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_replicas import alive
-from tests.e2e.test_demo import run_command
+from tests.e2e.test_demo import ROOT
 from tests.e2e.test_many_engines import COMMAND, FULL, files, write_rows
-from tests.e2e.test_ranks import ROOT, started, wait_for_rows
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(
         find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[cluster]'"
     ),
@@ -65,12 +65,48 @@ class TwoNodes:
         self._process.communicate("stop\n", timeout=60)
 
 
+def command(folder: Path, *args: str) -> "subprocess.Popen[str]":
+    """In a process of its own: Ray warns, and this one takes warnings for errors."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dspark_cli", *COMMAND, *args],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=(folder / "stderr").open("w"),
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def finish(folder: Path, *args: str) -> str:
+    """Run the command to its end: what it has put on stdout."""
+    with command(folder, *args) as process:
+        out, _ = process.communicate(timeout=500)
+        assert process.returncode == 3, (folder / "stderr").read_text()
+        return out
+
+
+@contextmanager
+def started(folder: Path, *args: str) -> Iterator["subprocess.Popen[str]"]:
+    with command(folder, *args) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_rows(process: "subprocess.Popen[str]", journal: Path, beyond: int) -> None:
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if journal.exists() and journal.read_bytes().count(b"\n") > beyond + 2:
+            return
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Rows, and what one engine writes of them."""
     write_rows(tmp_path, *((2000, 24) if FULL else (160, 48)))
-    done = run_command(*COMMAND, "-o", "one.jsonl", "--metrics-json", "one.json", cwd=tmp_path)
-    assert done.returncode == 3, done.stderr
+    finish(tmp_path, "-o", "one.jsonl", "--metrics-json", "one.json")
     return tmp_path
 
 
@@ -101,9 +137,7 @@ def rows_made(journal: Path) -> list[str]:
 def test_a_cluster_writes_what_one_engine_writes(folder: Path) -> None:
     """Greedy and sampled, errors and sums of metrics, with all kinds of rows; stdout is data."""
     ways = ("--cluster", "local", *TWO)
-    done = run_command(*COMMAND, *ways, "-o", "c.jsonl", "--metrics-json", "c.json", cwd=folder)
-    assert done.returncode == 3, done.stderr
-    assert done.stdout == ""
+    assert finish(folder, *ways, "-o", "c.jsonl", "--metrics-json", "c.json") == ""
     assert files(folder, "c") == files(folder, "one")
     one, both = (json.loads((folder / f"{name}.json").read_text()) for name in ("one", "c"))
     assert both["rows"] == one["rows"]
@@ -149,8 +183,7 @@ def test_rows_of_a_lost_node_run_again(folder: Path) -> None:
             wait_for_rows(process, folder / "n.journal", 10)
             nodes.lose_a_node()
             assert process.wait(timeout=300) == 3
-            assert process.stderr is not None
-            assert "is gone; its " in process.stderr.read()
+            assert "is gone; its " in (folder / "stderr").read_text()
     finally:
         nodes.stop()
     assert files(folder, "n") == files(folder, "one")
@@ -165,14 +198,14 @@ def test_a_cluster_that_is_stopped_and_started_again_goes_on(folder: Path) -> No
     with started(folder, "--cluster", nodes.address, *ways) as process:
         wait_for_rows(process, folder / "s.journal", 10)
         nodes.stop()
-        assert process.wait(timeout=120) != 0
+        assert process.wait(timeout=120) == 1
+    assert "run the same command again" in (folder / "stderr").read_text()
     before = rows_made(folder / "s.journal")
     assert before
     assert not (folder / "s.jsonl").exists()
     nodes = TwoNodes()
     try:
-        again = run_command(*COMMAND, "--cluster", nodes.address, *ways, cwd=folder)
-        assert again.returncode == 3, again.stderr
+        finish(folder, "--cluster", nodes.address, *ways)
     finally:
         nodes.stop()
     assert files(folder, "s") == files(folder, "one")

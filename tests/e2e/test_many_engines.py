@@ -14,22 +14,12 @@ import pytest
 
 from dspark_cli.main import run
 from tests.cli.test_replicas import alive, children, kill_one
+from tests.e2e import test_ranks as ranks
 from tests.e2e.test_demo import heldout
-from tests.e2e.test_ranks import started, wait_for_rows
+from tests.helpers.command import Command
 
 FULL = "DSPARK_FULL" in os.environ
-COMMAND = (
-    "generate",
-    "in.jsonl",
-    "--model",
-    "demo",
-    "--device",
-    "cpu",
-    "--threads",
-    "1",
-    "--quiet",
-)
-COMMAND += ("--verify", "all", "--max-num-seqs", "8")  # `spec` does not depend on measured costs
+COMMAND = (*ranks.COMMAND, "--max-num-seqs", "8")
 
 
 def write_rows(folder: Path, count: int, max_tokens: int) -> None:
@@ -100,11 +90,11 @@ def test_killed_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     while kills < int(os.environ["DSPARK_KILLS"]):
         (tmp_path / "k.journal").unlink(missing_ok=True)
         (tmp_path / "k.jsonl").unlink(missing_ok=True)
-        ways = ("--max-num-seqs", "8", "--data-parallel-size", "2")
-        with started(tmp_path, *ways, "-o", "k.jsonl") as process:
+        command = (*COMMAND, "--data-parallel-size", "2", "-o", "k.jsonl")
+        with Command(*command, cwd=tmp_path) as process:
             pids = set()
             for _ in range(2):
-                wait_for_rows(process, tmp_path / "k.journal", rng.randrange(60))
+                ranks.wait_for_rows(process, tmp_path / "k.journal", rng.randrange(60))
                 time.sleep(rng.uniform(0.0, 0.2))
                 here = children(process.pid)
                 pids |= {*here, kill_one(process.pid, rng.choice(here))}
