@@ -27,6 +27,7 @@ MAX_RESTARTS = 2
 _SOON_S = 0.02
 _NEWS_S = 0.5
 _LEAVE_S = 30.0
+_UNTAKEN_S = 5.0
 _AGAIN = "finished rows are kept: run the same command again"
 
 Name = tuple[str, int]
@@ -68,6 +69,9 @@ class Cluster:
 
         self._deaths: dict[str, int] = {}
         self._lost: set[str] = set()
+        self._suspects: list[tuple[float, list[int]]] = []
+        """When to send which packets again if nobody has taken them by then."""
+
         self._failure: dict[str, Any] | None = None
         self._waiting: dict[Name, Request] = {}
         self._packets: dict[int, list[Name]] = {}
@@ -318,22 +322,34 @@ class Cluster:
             self._note(message)
 
     def _look_at_nodes(self) -> None:
-        """Packets of a node that is gone go out again: a new actor may find no room."""
-        gone = self._gone()
+        """Packets of a node that is gone go out again: its engine may find no room elsewhere.
+
+        So do, after a while, those that nobody has taken: they may be on their way to that engine.
+        """
+        gone, now = self._gone(), time.monotonic()
         for key, node in self._nodes.items():
             if node not in gone or key in self._lost:
                 continue
             self._lost.add(key)
-            numbers = [number for number, by in self._taken.items() if by == key]
-            rows = 0
-            for number in numbers:
-                del self._taken[number]
-                names = self._packets.pop(number)
-                left = [self._waiting[name] for name in names if name in self._waiting]
-                rows += len(left)
-                if left:
-                    self._send(left)
+            rows = self._send_again([n for n, by in self._taken.items() if by == key])
+            untaken = [number for number in self._packets if number not in self._taken]
+            self._suspects.append((now + _UNTAKEN_S, untaken))
             self._say(f"{self._abouts[key]['host']} is gone; its {rows} unfinished rows run again")
+        while self._suspects and self._suspects[0][0] <= now:
+            _, numbers = self._suspects.pop(0)
+            self._send_again([number for number in numbers if number not in self._taken])
+
+    def _send_again(self, numbers: list[int]) -> int:
+        """Send packets under new numbers; how many rows they still lack."""
+        rows = 0
+        for number in numbers:
+            self._taken.pop(number, None)
+            names = self._packets.pop(number, [])
+            left = [self._waiting[name] for name in names if name in self._waiting]
+            rows += len(left)
+            if left:
+                self._send(left)
+        return rows
 
     def _gone(self) -> set[str]:
         """Nodes that have left."""

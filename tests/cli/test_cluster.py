@@ -92,8 +92,11 @@ class FakeRay:
         key = self._ready(config, node, lives)
         while (packet := self.waiting.get()) is not None and not self.down:
             message = json.loads(packet)
-            self.told.append({"key": key, "took": message["number"]})
             taken += 1
+            if node == 1 and taken == self.faults.get("lost_before"):
+                self.alive[1] = False  # the packet was on its way to it
+                return
+            self.told.append({"key": key, "took": message["number"]})
             if node == 1 and taken in self.faults.get("dies_at", ()):
                 lives += 1
                 key = self._ready(config, node, lives)
@@ -137,6 +140,7 @@ def on_cluster(
     monkeypatch.setattr(cluster, "connect", lambda _address: ray)
     monkeypatch.setattr(cluster.Cluster, "_start", lambda front: ray.start(front))
     monkeypatch.setattr(cluster, "_NEWS_S", 0.02)
+    monkeypatch.setattr(cluster, "_UNTAKEN_S", 0.1)
     given = ("--overwrite", "--cluster", "auto", "--max-num-seqs", "8", *args)
     text = bench.generate(*given, code=code).err
     assert ray.down
@@ -150,6 +154,7 @@ def on_cluster(
         ({"dies_at": (2, 5)}, "started again on host1 (2 of 2)"),
         ({"lost_at": 3}, "host1 is gone; its "),
         ({"lost_at": 1}, "host1 is gone; its "),
+        ({"lost_before": 2}, "host1 is gone; its 0 unfinished rows"),
     ],
 )
 def test_rows_come_out_as_from_one_engine(
