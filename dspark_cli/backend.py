@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dspark_cli.interrupt import held_back
 from engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def check_checkpoints(config: EngineConfig) -> None:
 
 def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> "Engine":
     """An engine with its weights."""
-    from engine.engine import Engine
+    with held_back():
+        from engine.engine import Engine
 
     return Engine(config, on_progress=on_progress)
 

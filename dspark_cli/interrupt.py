@@ -1,6 +1,7 @@
 """Ctrl-C in two stages: the first drains, the second stops; a written row is never lost."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,3 +133,27 @@ class Deadline:
             return False
         self._next = now + self._seconds
         return True
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait until the block is done: it loads libraries.
+
+    An exception that a handler raises while an extension module is being initialised goes through
+    code that ends the process for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    old = {
+        number: signal.signal(number, lambda number, _frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dspark_cli.interrupt import held_back
 from tests.cli.conftest import Bench, read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,17 @@ def test_ctrl_c_in_the_first_moments_is_one_line_and_130(bench: Bench) -> None:
             assert "interrupted" in told[0]
             seen += 1
     assert seen >= 3
+
+
+def test_a_signal_waits_until_libraries_are_loaded() -> None:
+    """One that came while triton was imported ended the process with "terminate called"."""
+    loaded = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        loaded.append("triton")
+    assert loaded
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 PROGRAM = """
