@@ -10,15 +10,16 @@ import numpy as np
 import torch
 
 from engine import worker
+from engine.commits import Commits
 from engine.config import EngineConfig, VerifyMode
 from engine.dist.group import Group
 from engine.errors import CapacityError, ConfigError, DSparkError, RequestError
 from engine.kv.blocks import BlockPool
 from engine.lockstep import Lockstep, compare_limits, part
-from engine.outcomes import Output, check_request, complete, not_finite
+from engine.outcomes import Output, check_request
 from engine.planning import Decisions
 from engine.recovery import Shortage, Shrinking
-from engine.request import Request, RequestFailure, Round, SamplingParams
+from engine.request import Request, RequestFailure, SamplingParams
 from engine.runner.loop_choice import choose_loop
 from engine.runner.model_runner import ModelRunner
 from engine.runner.out_of_memory import first_line, is_out_of_memory
@@ -53,7 +54,7 @@ class Engine:
         Raises:
             DSparkError: The checkpoints or settings cannot be served.
         """
-        begin = self._began = time.perf_counter()
+        begin = time.perf_counter()
         self.stats = EngineStats()
         self._on_progress = on_progress or worker.ignore_progress
         loaded = worker.load(config, self._on_progress, group)
@@ -65,7 +66,6 @@ class Engine:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.limits = loaded.limits
         self.max_model_len = loaded.limits.max_model_len
-        self._eos = loaded.eos_token_ids
         self._vocab_size = loaded.networks.target.spec.vocab_size
         self.gamma = loaded.networks.num_speculative_tokens
         """Draft tokens a round; 0 without a draft."""
@@ -109,6 +109,14 @@ class Engine:
         self._only_round: Decided | None = None
         """The round of a turn without a prefill."""
 
+        self.commits = Commits(
+            self._scheduler,
+            self.stats,
+            self.tokenizer,
+            loaded.eos_token_ids,
+            self.max_model_len,
+            begin,
+        )
         self._shrinking = Shrinking(self._scheduler, self.stats)
         self.stats.drafted_at = [0] * self.gamma
         self.stats.accepted_at = [0] * self.gamma
@@ -407,12 +415,9 @@ class Engine:
                 ids, lens = result.token_ids, result.verify_lens.tolist()
             counts, ids = values[:, 0].tolist(), ids.tolist()
             many = zip(launch.members, going, counts, ids, lens, strict=True)
-            rounds: list[Round] = []
-            for (sequence, _), alive, count, tokens, verify_len in many:
-                if alive:
-                    got = tokens[:count]
-                    finished += self._commit(sequence, got, verify_len, now, rounds)
-            self.stats.count_rounds((r.drafted, r.accepted, r.committed) for r in rounds)
+            finished += self.commits.take(
+                ((s, tokens[:n], m) for (s, _), alive, n, tokens, m in many if alive), now
+            )
             if result is not None:
                 self.decisions.learn(launch, result, np.array(going, dtype=bool), now)
         return finished
@@ -446,64 +451,9 @@ class Engine:
         )
         return None
 
-    def _commit(
-        self,
-        sequence: Sequence,
-        tokens: list[int],
-        verify_len: int,
-        now: float,
-        rounds: list[Round],
-    ) -> Items[Output]:
-        """Append a step's tokens, none if it failed.
-
-        Args:
-            sequence: Whose.
-            tokens: What it got.
-            verify_len: Its target tokens in a round; 0 in a prefill.
-            now: Clock time of the result.
-            rounds: Gets what its drafts came to.
-        """
-        if not tokens:
-            self._retire(sequence)
-            return [not_finite(sequence)]
-        kept, end = sequence.commit(tokens, self._eos, self.max_model_len)
-        sequence.commits.append((now, kept))
-        self.stats.output_tokens += kept
-        if not self.stats.until_first_token:
-            self._note_first_token(now)
-        if verify_len:
-            if verify_len > 1:
-                rounds.append(_record(sequence, len(tokens), kept, verify_len - 1))
-            # the last kept token is the next anchor: its KV is not there yet
-            self._scheduler.advance(sequence, sequence.num_computed + kept)
-        if end is None:
-            return ()
-        self._retire(sequence)
-        self.stats.cached_tokens += sequence.num_cached_tokens or 0
-        return [complete(sequence, end, self.tokenizer)]
-
-    def _note_first_token(self, now: float) -> None:
-        seconds = self.stats.seconds
-        spent = {name: seconds.get(name, 0.0) for name in ("load", "warm-up", "capture")}
-        rest = now - self._began - sum(spent.values())
-        self.stats.until_first_token = {**spent, "rest": rest}
-
-    def _retire(self, sequence: Sequence) -> None:
-        sequence.ended = True
-        self._scheduler.retire(sequence)
-
     def _count(self) -> None:
         scheduler, stats = self._scheduler, self.stats
         stats.running = len(scheduler.running)
         stats.waiting = len(scheduler.waiting)
         stats.preemptions = scheduler.num_preemptions
         stats.kv_blocks_used = scheduler.pool.num_blocks - scheduler.pool.num_free
-
-
-def _record(sequence: Sequence, committed: int, kept: int, checked: int) -> Round:
-    """A round that checked drafts, after the cut."""
-    # a sequence that ended inside the drafts never output what follows
-    drafted = kept if kept < committed else checked
-    found = Round(drafted, min(committed - 1, kept), kept)
-    sequence.rounds.append(found)
-    return found

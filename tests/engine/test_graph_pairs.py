@@ -130,7 +130,7 @@ class Driver:
         ids = result.token_ids.tolist()
         for sequence, count, length, tokens in zip(batch, counts, lens, ids, strict=True):
             assert 1 <= count <= length
-            assert not engine._commit(sequence, tokens[:count], length, 0.0, [])
+            assert not engine.commits.take([(sequence, tokens[:count], length)], 0.0)
         return [[n, m, *tokens] for n, m, tokens in zip(counts, lens, ids, strict=True)]
 
     @property

@@ -212,16 +212,16 @@ def test_sampled_rows_commit_prefixes_whatever_the_budget(pair: tuple[Path, Path
             "compact", min(b, GAMMA * len(batch.rows)), len(batch.rows), len(batch.rows) + b
         )
         first: dict[str, list[int]] = {}
-        commit = engine._commit
+        take = engine.commits.take
 
-        def note(
-            sequence: Any, tokens: Any, verify_len: int, *more: Any, commit: Any, first: Any
-        ) -> Any:
-            if verify_len:
-                first.setdefault(sequence.request.request_id, list(tokens))
-            return commit(sequence, tokens, verify_len, *more)
+        def note(results: Any, now: float, *, take: Any, first: Any) -> Any:
+            results = list(results)
+            for sequence, tokens, verify_len in results:
+                if verify_len:
+                    first.setdefault(sequence.request.request_id, list(tokens))
+            return take(results, now)
 
-        engine._commit = partial(note, commit=commit, first=first)  # type: ignore[method-assign]
+        engine.commits.take = partial(note, take=take, first=first)  # type: ignore[method-assign]
         complete(engine, requests(prompts(6), hot))
         committed.append(first)
     for less, more in pairwise(committed):

@@ -1,0 +1,107 @@
+"""Results taken in: tokens to their sequences, rounds to the totals, ends to whoever asked."""
+
+from collections.abc import Iterable
+
+from engine.outcomes import Output, complete, not_finite
+from engine.request import Round
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.telemetry import EngineStats
+from engine.text import Tokenizer
+
+Result = tuple[Sequence, list[int], int]
+"""Whose, its tokens (none if it failed), and its target tokens in a round; 0 in a prefill."""
+
+
+class Commits:
+    """What a step brought, appended and counted.
+
+    Args:
+        scheduler: Learns how far sequences are, and which have ended.
+        stats: Counts.
+        tokenizer: Makes the text of finished sequences.
+        eos_token_ids: End tokens of the model.
+        max_model_len: Prompt and output tokens of one request.
+        began: Clock time at which the engine began.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        stats: EngineStats,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        began: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._stats = stats
+        self._tokenizer = tokenizer
+        self._eos = eos_token_ids
+        self._max_model_len = max_model_len
+        self._began = began
+
+    def take(self, results: Iterable[Result], now: float) -> list[Output]:
+        """Take in a step.
+
+        Args:
+            results: Of its sequences that still run.
+            now: Clock time at which they were there.
+
+        Returns:
+            What has ended.
+        """
+        finished: list[Output] = []
+        rounds: list[Round] = []
+        for sequence, tokens, verify_len in results:
+            output = self._commit(sequence, tokens, verify_len, now, rounds)
+            if output is not None:
+                finished.append(output)
+        self._stats.count_rounds((r.drafted, r.accepted, r.committed) for r in rounds)
+        return finished
+
+    def _commit(
+        self,
+        sequence: Sequence,
+        tokens: list[int],
+        verify_len: int,
+        now: float,
+        rounds: list[Round],
+    ) -> Output | None:
+        if not tokens:
+            self._retire(sequence)
+            return not_finite(sequence)
+        kept, end = sequence.commit(tokens, self._eos, self._max_model_len)
+        sequence.commits.append((now, kept))
+        self._stats.output_tokens += kept
+        if not self._stats.until_first_token:
+            self._note_first_token(now)
+        if verify_len:
+            if verify_len > 1:
+                rounds.append(_record(sequence, len(tokens), kept, verify_len - 1))
+            # the last kept token is the next anchor: its KV is not there yet
+            self._scheduler.advance(sequence, sequence.num_computed + kept)
+        if end is None:
+            return None
+        self._retire(sequence)
+        self._stats.cached_tokens += sequence.num_cached_tokens or 0
+        return complete(sequence, end, self._tokenizer)
+
+    def _note_first_token(self, now: float) -> None:
+        seconds = self._stats.seconds
+        spent = {name: seconds.get(name, 0.0) for name in ("load", "warm-up", "capture")}
+        rest = now - self._began - sum(spent.values())
+        self._stats.until_first_token = {**spent, "rest": rest}
+
+    def _retire(self, sequence: Sequence) -> None:
+        sequence.ended = True
+        self._scheduler.retire(sequence)
+
+
+def _record(sequence: Sequence, committed: int, kept: int, checked: int) -> Round:
+    """A round that checked drafts, after the cut."""
+    # a sequence that ended inside the drafts never output what follows
+    drafted = kept if kept < committed else checked
+    found = Round(drafted, min(committed - 1, kept), kept)
+    sequence.rounds.append(found)
+    return found
