@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from evals.throughput_report import Result
 
 COMMANDS = {
+    "collapse": (
+        "dspark_cli.bench_collapse:bench_collapse",
+        "The end of a drafter whose tokens are dealt to processes.",
+    ),
     "collectives": (
         "dspark_cli.bench_collectives:bench_collectives",
         "What several processes exchange.",

@@ -67,8 +67,13 @@ def _run(boot: dict[str, Any]) -> None:
 
 
 def _follow(group: Any) -> None:
-    """Do what rank 0 wants ranks for: be an engine, or measure exchanges."""
+    """Do what rank 0 wants ranks for: be an engine, or measure exchanges or a drafter's tail."""
     told = group.tell(None)
+    if "collapse" in told:
+        from engine.collapse_bench import follow_collapse
+
+        follow_collapse(group, told["collapse"])
+        return
     if "exchanges" in told:
         from engine.exchanges import follow_exchanges
 
