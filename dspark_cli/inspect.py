@@ -1,6 +1,7 @@
 """`dspark inspect`: what checkpoints are, whether they fit, and what memory they take."""
 
 import json
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -77,6 +78,58 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
 
 
 def _common_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("path", found["path"]),
+        ("format", found["format"]),
+        (
+            "parameters",
+            f"{found['parameters']:,} in {_count(found, 'tensor')}, {_count(found, 'file')}, "
+            f"{found['stored_dtype']}, {human(found['file_bytes'])}",
+        ),
+    ]
+    rows += _v4_rows(found) if "experts" in found["layers"] else _dense_rows(found)
+    return [*rows, ("positions", f"{found['max_position']:,}")]
+
+
+def _v4_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Layers of a DeepSeek-V4."""
+    layers, experts, index = (
+        found["layers"],
+        *(found["layers"][n] for n in ("experts", "indexer")),
+    )
+    kinds = Counter(layers["kinds"])
+    said = {
+        "window": f"see {layers['window']} tokens",
+        "sparse": f"also {index['top_k']} entries of {layers['sparse_ratio']} tokens",
+        "heavy": f"also all entries of {layers['heavy_ratio']} tokens",
+    }
+    parts = [f"{kinds[kind]} {kind} ({text})" for kind, text in said.items() if kinds[kind]]
+    hashed, other = sum(layers["hashed"]), layers["compressed_rope"]
+    return [
+        ("layers", f"{layers['num_layers']}: {', '.join(parts)}"),
+        (
+            "hidden",
+            f"{layers['hidden_size']} in {layers['hyper']['num_streams']} residual streams",
+        ),
+        (
+            "heads",
+            f"{layers['num_heads']} query, 1 KV, {layers['head_dim']} wide, {layers['rope_dim']} "
+            f"turn; q rank {layers['q_rank']}, output {layers['o_groups']} x {layers['o_rank']}",
+        ),
+        (
+            "experts",
+            f"{experts['num_experts']}, {experts['per_token']} a token, {experts['width']} wide, "
+            f"and a shared one" + (f"; looked up by token in {hashed} layers" if hashed else ""),
+        ),
+        (
+            "rope",
+            f"theta {layers['window_rope']['theta']:g}; beside compressed entries "
+            f"{other['theta']:g}, YaRN x {other['factor']:g}",
+        ),
+    ]
+
+
+def _dense_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     layers, rope = found["layers"], found["layers"]["rope"]
     extras = [
         name
@@ -90,13 +143,6 @@ def _common_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     scaling = "" if rope["kind"] == "default" else f", {rope['kind']} x {rope['factor']:g}"
     return [
-        ("path", found["path"]),
-        ("format", found["format"]),
-        (
-            "parameters",
-            f"{found['parameters']:,} in {_count(found, 'tensor')}, {_count(found, 'file')}, "
-            f"{found['stored_dtype']}, {human(found['file_bytes'])}",
-        ),
         ("layers", f"{layers['num_layers']} ({', '.join(extras) or 'no biases, no q/k norms'})"),
         ("hidden, MLP", f"{layers['hidden_size']}, {layers['intermediate_size']}"),
         (
@@ -104,7 +150,6 @@ def _common_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{layers['num_heads']} query, {layers['num_kv_heads']} KV, {layers['head_dim']} wide",
         ),
         ("rope", f"theta {rope['theta']:g}{scaling}"),
-        ("positions", f"{found['max_position']:,}"),
     ]
 
 
@@ -169,10 +214,27 @@ def _memory(plan: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
             (
                 "  KV",
                 f"{human(part['kv_bytes'])}: target {human(per_token['target'])} + draft "
-                f"{human(per_token['draft'])} a token",
+                f"{human(per_token['draft'])} a token{_per_request(part)}",
             ),
         ]
+        if "gpus" in part:
+            rows.append(("  GPUs", _gpus(part)))
     return title, rows
+
+
+def _per_request(part: dict[str, Any]) -> str:
+    each = part.get("kv_bytes_per_request")
+    if each is None:
+        return ""
+    return f", {human(each['target'])} + {human(each['draft'])} a request"
+
+
+def _gpus(part: dict[str, Any]) -> str:
+    """Of GB, as their makers count them."""
+    size, each = f"{part['gpu_bytes'] / 1e9:.0f} GB", f"{part['bytes_each'] / 1e9:.1f} GB"
+    if part["gpus"] is None:
+        return f"more of {size} than its heads can be dealt to: at the most, {each} each"
+    return f"{part['gpus']} of {size}, {each} on each of at most {part['usable']:.0%}"
 
 
 def _count(found: dict[str, Any], what: str) -> str:

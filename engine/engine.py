@@ -16,6 +16,7 @@ from engine.dist.group import Group
 from engine.errors import CapacityError, ConfigError, DSparkError, RequestError
 from engine.kv.blocks import BlockPool
 from engine.lockstep import Lockstep, compare_limits, part
+from engine.models.families import shares_prefixes
 from engine.outcomes import Output, check_request
 from engine.planning import Decisions
 from engine.recovery import Shortage, Shrinking
@@ -77,7 +78,8 @@ class Engine:
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             limits.lookahead,
-            prefix_caching=config.enable_prefix_caching,
+            prefix_caching=config.enable_prefix_caching
+            and shares_prefixes(loaded.networks.target.spec),
         )
         width = -(-(limits.max_model_len + limits.lookahead) // limits.kv_block_size)
         self.runner = ModelRunner(

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, DSparkError
 from engine.locate import locate
 from engine.models.config import DraftSpec, LayersSpec, TargetSpec
+from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
 from engine.models.draft_config import draft_format, parse_draft
 from engine.models.headers import TensorHeader, read_headers, same_bytes, stored_dtype
 from engine.models.target_config import is_target, parse_target
@@ -18,6 +19,8 @@ from engine.models.target_config import is_target, parse_target
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 DEFAULT_MAX_NUM_SEQS = 32
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_TARGETS = TargetSpec, V4TargetSpec
+_DRAFTS = DraftSpec, V4DraftSpec
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -26,7 +29,7 @@ class _Found:
     """One checkpoint, parsed."""
 
     folder: Path
-    spec: TargetSpec | DraftSpec
+    spec: TargetSpec | DraftSpec | V4TargetSpec | V4DraftSpec
     headers: dict[str, TensorHeader]
 
 
@@ -57,9 +60,9 @@ def describe(
         if value is not None and value < 1:
             raise ConfigError(f"{flag} must be >= 1, got {value}", f"leave out {flag}")
     found = _find(model, "draft" if model == "demo-rnn" else "target")
-    if draft is not None and not isinstance(found.spec, TargetSpec):
+    if draft is not None and not isinstance(found.spec, _TARGETS):
         parse_target(found.folder)  # raises: it says what to swap
-    target = found if isinstance(found.spec, TargetSpec) else None
+    target = found if isinstance(found.spec, _TARGETS) else None
     drafter = found if target is None else _find_draft(draft)
     shared = _shared(target, drafter)
     return {
@@ -86,12 +89,12 @@ def _find_draft(name: str | None) -> _Found | None:
 
 def _describe_target(found: _Found) -> dict[str, Any]:
     spec = found.spec
-    assert isinstance(spec, TargetSpec)
+    assert isinstance(spec, _TARGETS)
     return {
         **_files(found),
         "format": spec.architecture,
         "dtype": spec.dtype,
-        "layers": asdict(spec.layers),
+        **_target_layers(spec),
         "vocab_size": spec.vocab_size,
         "tie_embeddings": spec.tie_embeddings,
         "max_position": spec.max_position,
@@ -102,13 +105,12 @@ def _describe_target(found: _Found) -> dict[str, Any]:
 
 def _describe_draft(found: _Found, shared: dict[str, str]) -> dict[str, Any]:
     spec = found.spec
-    assert isinstance(spec, DraftSpec)
+    assert isinstance(spec, _DRAFTS)
     confidence = "hidden + Markov embedding" if spec.confidence_with_markov else "hidden"
     return {
         **_files(found),
         "format": draft_format(found.folder),
         "dtype": spec.dtype,
-        "layers": asdict(spec.layers),
         "num_speculative_tokens": spec.num_speculative_tokens,
         "layout": "anchor-first" if spec.sample_from_anchor else "fill-in",
         "taps": list(spec.taps),
@@ -117,8 +119,7 @@ def _describe_draft(found: _Found, shared: dict[str, str]) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "draft_vocab_size": spec.draft_vocab_size,
         "mask_token_id": spec.mask_token_id,
-        "windows": list(spec.windows),
-        "causal": list(spec.causal),
+        **_draft_layers(spec),
         "markov": spec.markov,
         "markov_rank": spec.markov_rank,
         "confidence": confidence if spec.has_confidence else "none",
@@ -126,6 +127,23 @@ def _describe_draft(found: _Found, shared: dict[str, str]) -> dict[str, Any]:
         "embed_tokens": shared[_EMBED],
         "lm_head": shared[_HEAD],
     }
+
+
+def _target_layers(spec: TargetSpec | V4TargetSpec) -> dict[str, Any]:
+    if isinstance(spec, TargetSpec):
+        return {"layers": asdict(spec.layers)}
+    from engine import deepseek_v4_inspection
+
+    return deepseek_v4_inspection.describe_target(spec)
+
+
+def _draft_layers(spec: DraftSpec | V4DraftSpec) -> dict[str, Any]:
+    if isinstance(spec, DraftSpec):
+        found = {"windows": list(spec.windows), "causal": list(spec.causal)}
+        return {"layers": asdict(spec.layers), **found}
+    from engine import deepseek_v4_inspection
+
+    return deepseek_v4_inspection.describe_draft(spec)
 
 
 def _files(found: _Found) -> dict[str, Any]:
@@ -147,6 +165,8 @@ def _shared(target: _Found | None, draft: _Found | None) -> dict[str, str]:
     if target is None:
         names = (_EMBED, _HEAD)
         return {n: "unknown" if n in draft.headers else "absent" for n in names}
+    if isinstance(target.spec, V4TargetSpec):
+        return dict.fromkeys((_EMBED, _HEAD), "absent")  # the drafter has none of its own
     assert isinstance(target.spec, TargetSpec)
     embed = "model.embed_tokens.weight"
     head = embed if target.spec.tie_embeddings else _HEAD
@@ -186,6 +206,8 @@ def _plan(
     """Bytes by dtype; KV is what `max_num_seqs` requests of full length take."""
     main = target or draft
     assert main is not None
+    if isinstance(main.spec, V4TargetSpec | V4DraftSpec):
+        return _plan_v4(main, draft, max_num_seqs, max_model_len)
     seqs = max_num_seqs or DEFAULT_MAX_NUM_SEQS
     length = max_model_len or main.spec.max_position
     numbers = {
@@ -193,7 +215,9 @@ def _plan(
         "draft": 0 if draft is None else _held(draft, shared),
     }
     slots = {
-        name: 0 if found is None else _kv_numbers(found.spec.layers)
+        name: _kv_numbers(found.spec.layers)
+        if found is not None and isinstance(found.spec, TargetSpec | DraftSpec)
+        else 0
         for name, found in (("target", target), ("draft", draft))
     }
     plan: dict[str, Any] = {"max_num_seqs": seqs, "max_model_len": length}
@@ -206,6 +230,40 @@ def _plan(
             "kv_bytes_per_token": per_token,
             "kv_bytes": kv,
             "total_bytes": sum(weights.values()) + kv,
+        }
+    return plan
+
+
+def _plan_v4(
+    found: _Found, draft: _Found | None, max_num_seqs: int | None, max_model_len: int | None
+) -> dict[str, Any]:
+    """As `_plan`; requests also take rings, and GPUs are counted."""
+    import torch
+
+    from engine import deepseek_v4_inspection as v4
+
+    spec = parse_target(found.folder)
+    assert isinstance(spec, V4TargetSpec)
+    drafter = None if draft is None else draft.spec
+    assert drafter is None or isinstance(drafter, V4DraftSpec)
+    seqs = max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    length = max_model_len or spec.max_position
+    queries = 1 if drafter is None else drafter.num_speculative_tokens + 1
+    plan: dict[str, Any] = {"max_num_seqs": seqs, "max_model_len": length}
+    for name in DTYPE_BYTES:
+        dtype = getattr(torch, name)
+        weights = v4.weight_bytes(found.folder, spec, drafter, dtype)
+        kept = {"target": v4.state_bytes(spec, queries, dtype), "draft": (0, 0.0)}
+        if drafter is not None:
+            kept["draft"] = v4.state_bytes(drafter, queries, dtype)
+        kv = seqs * sum(row + token * length for row, token in kept.values())
+        plan[name] = {
+            "weight_bytes": weights,
+            "kv_bytes_per_token": {n: token for n, (_, token) in kept.items()},
+            "kv_bytes_per_request": {n: row for n, (row, _) in kept.items()},
+            "kv_bytes": kv,
+            "total_bytes": sum(weights.values()) + kv,
+            **v4.gpus_needed(found.folder, spec, drafter, dtype, kv),
         }
     return plan
 

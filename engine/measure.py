@@ -15,7 +15,11 @@ from statistics import median
 import torch
 
 from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.kernels.linear import Linear
+from engine.kv.cache import PagedKV
+from engine.models.decoder import Decoder
+from engine.models.drafter import Drafter
 from engine.models.layers import DecoderLayer
 from engine.request import Request, SamplingParams
 
@@ -145,19 +149,35 @@ def _round_products(engine: Engine, num_reqs: int, width: int) -> list[tuple[Lin
     """(matrix, rows) of every product of a round, in order."""
     net = engine.runner.net
     products: list[tuple[Linear, int]] = []
-    draft, gamma = net.draft, net.num_speculative_tokens
+    target, draft = _dense(engine)
+    gamma = net.num_speculative_tokens
     if draft is not None and width > 1:
         rows = num_reqs * (gamma + (0 if draft.spec.sample_from_anchor else 1))
         products += _layer_products(draft.layers, rows)
         products.append((draft.lm_head, num_reqs * gamma))
         if draft.markov.w2 is not None:
             products += [(draft.markov.w2, num_reqs)] * gamma
-    products += _layer_products(net.target.layers, num_reqs * width)
-    products.append((net.target.lm_head, num_reqs * width))
+    products += _layer_products(target.layers, num_reqs * width)
+    products.append((target.lm_head, num_reqs * width))
     if draft is not None and width > 1:
         products.append((draft.fc, num_reqs * width))
         products += [(project, num_reqs * width) for project in draft.context_kv]
     return products
+
+
+def _dense(engine: Engine) -> tuple[Decoder, Drafter | None]:
+    """The networks, of which every token takes every product.
+
+    Raises:
+        ConfigError: They are of experts: what a round reads depends on its tokens.
+    """
+    target, draft = engine.runner.net.target, engine.runner.net.draft
+    if not isinstance(target, Decoder) or not (draft is None or isinstance(draft, Drafter)):
+        raise ConfigError(
+            "rounds of a mixture of experts have no fixed products to compare with",
+            "use dspark bench throughput",
+        )
+    return target, draft
 
 
 def _layer_products(layers: list[DecoderLayer], rows: int) -> list[tuple[Linear, int]]:
@@ -253,4 +273,5 @@ def _synchronize(engine: Engine) -> None:
 
 def _kv_bytes_per_token(engine: Engine) -> int:
     kv = engine.runner.net.target_kv
+    assert isinstance(kv, PagedKV)  # as a dense target's is
     return 2 * kv.k.shape[0] * kv.k.shape[2] * kv.k.shape[3] * kv.k.element_size()

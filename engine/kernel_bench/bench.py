@@ -20,6 +20,7 @@ from engine.kernel_bench.layer_cases import (
     rope_store_case,
 )
 from engine.kernel_bench.timing import Ceiling, measure_ceiling, seconds_a_call
+from engine.models.config import DraftSpec, TargetSpec
 from engine.models.layers import Placement
 
 COLD_BYTES = 3e8
@@ -69,7 +70,9 @@ class Bench:
     sizes: Sizes
     at: Placement
     ceiling: Ceiling
-    plan: worker.Plan
+    target: TargetSpec
+    draft: DraftSpec | None
+    num_speculative_tokens: int
 
     def about(self) -> dict[str, str]:
         """For whoever reads the numbers later."""
@@ -104,8 +107,8 @@ class Bench:
 
     def _cases(self) -> list[tuple[str, Callable[[], Case]]]:
         sizes, at = self.sizes, self.at
-        spec, vocab = self.plan.target.layers, self.plan.target.vocab_size
-        gamma = self.plan.num_speculative_tokens
+        spec, vocab = self.target.layers, self.target.vocab_size
+        gamma = self.num_speculative_tokens
         width = gamma + 1
         hidden, inner = spec.hidden_size, spec.intermediate_size
 
@@ -121,7 +124,7 @@ class Bench:
         for n in sizes.requests:
             tokens = n * width
             cases += attention(Asked(n, sizes.context, width), Asked(n, sizes.context, 1))
-            if draft := self.plan.draft:
+            if draft := self.draft:
                 cases += attention(Asked(n, sizes.context, width, causal=False))
                 if draft.markov == "vanilla":
                     cases.append(("markov_chain", partial(markov_case, n, gamma, draft, at)))
@@ -147,10 +150,13 @@ def prepare(config: EngineConfig, sizes: Sizes) -> Bench:
         CheckpointError: A checkpoint cannot be served.
     """
     plan, _ = worker.plan_checkpoints(config)
+    if not isinstance(plan.target, TargetSpec) or not isinstance(plan.draft, DraftSpec | None):
+        raise ConfigError("dense networks' ops are measured, not DeepSeek-V4's", "give another -m")
     at = worker.placement(config, plan.target)
     if at.device.type == "cpu":
         torch.set_num_threads(config.threads or worker.usable_cores())
-    return Bench(config, sizes, at, measure_ceiling(at), plan)
+    gamma = plan.num_speculative_tokens
+    return Bench(config, sizes, at, measure_ceiling(at), plan.target, plan.draft, gamma)
 
 
 @torch.inference_mode()

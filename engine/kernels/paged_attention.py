@@ -33,6 +33,7 @@ class AttentionBatch:
     query_lens: tuple[int, ...]  # host copy of the differences of cu_seqlens_q
     kv_lens: tuple[int, ...]  # host copy of seq_lens
     kv_index: tuple[slice | torch.Tensor, ...]  # host: where each request's KV lies, in order
+    rows: torch.Tensor | None = None  # [R] int64, for state that is kept by row
 
     @property
     def max_query_len(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from engine.errors import CheckpointError
 from engine.models.config import LayersSpec, RopeSpec
-from engine.models.config_reader import ConfigFields
+from engine.models.config_reader import ConfigFields, read_json
 from engine.models.headers import read_headers, stored_dtype
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -223,3 +223,23 @@ def check_token_id(fields: ConfigFields, key: str, token: int, vocab_size: int) 
             f"fix {key}, or use the tokenizer and config of the same checkpoint",
         )
     return token
+
+
+def parse_eos(folder: Path, fields: ConfigFields, vocab_size: int) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json decides, config.json only if it is silent."""
+    source, value = fields, fields.raw("eos_token_id")
+    path = folder / "generation_config.json"
+    if path.exists():
+        generation = ConfigFields(read_json(path), str(path))
+        if "eos_token_id" in generation:
+            source, value = generation, generation.raw("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise source.error(
+                "eos_token_id", f"must be an integer or a list of them, got {value!r}"
+            )
+        check_token_id(source, "eos_token_id", token, vocab_size)
+    return tuple(dict.fromkeys(ids))

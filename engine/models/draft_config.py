@@ -23,11 +23,14 @@ from engine.models.decoder_config import (
     parse_layers,
     refuse_quantised,
 )
+from engine.models.deepseek_v4_config import is_deepseek_v4
+from engine.models.deepseek_v4_draft_config import parse_deepseek_v4_draft
+from engine.models.deepseek_v4_spec import V4DraftSpec
 
-DraftFormat = Literal["deepspec", "speculators"]
+DraftFormat = Literal["deepspec", "speculators", "deepseek-v4"]
 SUPPORTED_DRAFTS = (
-    "supported drafts: DeepSpec (architectures Qwen3DSparkModel) and speculators "
-    "(speculators_model_type dspark, Qwen3 or Llama layers)"
+    "supported drafts: DeepSpec (architectures Qwen3DSparkModel), speculators "
+    "(speculators_model_type dspark, Qwen3 or Llama layers) and those in DeepSeek-V4 checkpoints"
 )
 _MARKOV_KINDS = ("none", "vanilla", "gated", "rnn")
 
@@ -63,6 +66,8 @@ def draft_format(folder: Path) -> DraftFormat:
             "speculators_model_type", f"is {kind!r}, not supported", SUPPORTED_DRAFTS
         )
     name = architecture_of(fields)
+    if is_deepseek_v4(fields):
+        return "deepseek-v4"
     if name == "Qwen3DSparkModel":
         return "deepspec"
     if name.endswith("ForCausalLM") and "dspark_block_size" not in fields:
@@ -75,18 +80,19 @@ def draft_format(folder: Path) -> DraftFormat:
     raise fields.error("architectures", f"is {shown!r}, not supported", SUPPORTED_DRAFTS)
 
 
-def parse_draft(folder: Path) -> DraftSpec:
+def parse_draft(folder: Path) -> DraftSpec | V4DraftSpec:
     """What the drafter in a folder is.
 
     Args:
-        folder: A DSpark checkpoint in either format.
+        folder: A DSpark checkpoint in any format.
 
     Raises:
         CheckpointError: It cannot be served, with what can.
     """
-    if draft_format(folder) == "deepspec":
-        return _parse_deepspec(folder)
-    return _parse_speculators(folder)
+    found = draft_format(folder)
+    if found == "deepseek-v4":
+        return parse_deepseek_v4_draft(folder)
+    return _parse_deepspec(folder) if found == "deepspec" else _parse_speculators(folder)
 
 
 def _parse_deepspec(folder: Path) -> DraftSpec:

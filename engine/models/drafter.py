@@ -133,7 +133,12 @@ class Drafter:
         )
 
     def store_context(
-        self, taps: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: PagedKV
+        self,
+        taps: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: PagedKV,
+        batch: AttentionBatch,
     ) -> None:
         """Turn committed tokens into draft context.
 
@@ -142,6 +147,7 @@ class Drafter:
             positions: [T] int64, the tokens' own positions.
             slots: [T] int64; negative for rejected or padding tokens.
             kv: The draft's cache.
+            batch: The tokens' requests; where context lies is in `slots`.
         """
         spec = self.spec.layers
         context = rms_norm(self.fc(taps), self.hidden_norm, spec.norm_eps)

@@ -119,8 +119,11 @@ class Checkpoint:
             )
         self._mark(name)
 
-    def finish(self) -> None:
+    def finish(self, leave: Callable[[str], bool] | None = None) -> None:
         """Refuse tensors that nobody took.
+
+        Args:
+            leave: Which names are another network's business, in files that hold two.
 
         Raises:
             CheckpointError: Names them.
@@ -129,6 +132,7 @@ class Checkpoint:
             name
             for name in self._headers.keys() - self._used
             if not any(fnmatch(name, pattern) for pattern in IGNORABLE)
+            and not (leave is not None and leave(name))
         )
         if left:
             raise CheckpointError(

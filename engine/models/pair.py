@@ -1,15 +1,15 @@
 """Do a target and a draft belong together? A wrong pair would show only as bad acceptance."""
 
 from engine.errors import CheckpointError, ConfigError
-from engine.models.config import DraftSpec, TargetSpec
+from engine.models.interface import AnyDraft, AnyTarget
 from engine.text import Tokenizer
 
 _HINT = "use the drafter that was trained for this target"
 
 
 def check_pair(
-    target: TargetSpec,
-    draft: DraftSpec,
+    target: AnyTarget,
+    draft: AnyDraft,
     target_tokenizer: Tokenizer,
     draft_tokenizer: Tokenizer | None,
 ) -> None:
@@ -53,7 +53,7 @@ def check_pair(
         _check_tokenizers(target_tokenizer, draft_tokenizer)
 
 
-def check_tokenizer(target: TargetSpec, tokenizer: Tokenizer) -> None:
+def check_tokenizer(target: AnyTarget, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer of another vocabulary.
 
     Tokens added to it may lie beyond the embedding: a row that uses one is that row's error.
@@ -70,7 +70,7 @@ def check_tokenizer(target: TargetSpec, tokenizer: Tokenizer) -> None:
         )
 
 
-def resolve_num_speculative_tokens(spec: DraftSpec, requested: int | None) -> int:
+def resolve_num_speculative_tokens(spec: AnyDraft, requested: int | None) -> int:
     """Draft tokens per round.
 
     Args:

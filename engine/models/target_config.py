@@ -1,4 +1,7 @@
-"""config.json of a target -> TargetSpec. Dense Llama, Qwen2 and Qwen3; everything else by name."""
+"""config.json of a target -> its spec; what is not served is refused by name.
+
+Dense Llama, Qwen2 and Qwen3 are read here, DeepSeek-V4 in a file of its own.
+"""
 
 from pathlib import Path
 
@@ -6,21 +9,25 @@ from engine.models.config import LayersSpec, TargetSpec
 from engine.models.config_reader import ConfigFields, read_json
 from engine.models.decoder_config import (
     architecture_of,
-    check_token_id,
     parse_dtype,
+    parse_eos,
     parse_layer_types,
     parse_layers,
     refuse_quantised,
 )
+from engine.models.deepseek_v4_config import ARCHITECTURE, is_deepseek_v4, parse_deepseek_v4
+from engine.models.deepseek_v4_spec import V4TargetSpec
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-SUPPORTED_TARGETS = "supported targets: " + ", ".join(TARGET_ARCHITECTURES) + " (dense)"
+SUPPORTED_TARGETS = (
+    "supported targets: " + ", ".join(TARGET_ARCHITECTURES) + f" (dense), {ARCHITECTURE}"
+)
 _BY_MODEL_TYPE = dict(zip(("llama", "qwen2", "qwen3"), TARGET_ARCHITECTURES, strict=True))
 # Qwen3Config's own default; the other two divide hidden_size by heads.
 _QWEN3_HEAD_DIM = 128
 
 
-def parse_target(folder: Path) -> TargetSpec:
+def parse_target(folder: Path) -> TargetSpec | V4TargetSpec:
     """What the target in a folder is.
 
     Args:
@@ -31,6 +38,8 @@ def parse_target(folder: Path) -> TargetSpec:
     """
     where = folder / "config.json"
     fields = ConfigFields(read_json(where), str(where))
+    if is_deepseek_v4(fields):
+        return parse_deepseek_v4(folder)
     architecture = _architecture(fields)
     refuse_quantised(fields)
     _refuse_custom_code(fields)
@@ -46,7 +55,7 @@ def parse_target(folder: Path) -> TargetSpec:
         vocab_size=vocab_size,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         max_position=fields.integer("max_position_embeddings"),
-        eos_token_ids=_eos(folder, fields, vocab_size),
+        eos_token_ids=parse_eos(folder, fields, vocab_size),
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
         dtype=parse_dtype(fields, folder),
     )
@@ -119,26 +128,6 @@ def _refuse_windows(fields: ConfigFields, architecture: str, num_layers: int) ->
         )
     for key in ("use_sliding_window", "max_window_layers"):
         fields.raw(key)
-
-
-def _eos(folder: Path, fields: ConfigFields, vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json decides, config.json only if it is silent."""
-    source, value = fields, fields.raw("eos_token_id")
-    path = folder / "generation_config.json"
-    if path.exists():
-        generation = ConfigFields(read_json(path), str(path))
-        if "eos_token_id" in generation:
-            source, value = generation, generation.raw("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise source.error(
-                "eos_token_id", f"must be an integer or a list of them, got {value!r}"
-            )
-        check_token_id(source, "eos_token_id", token, vocab_size)
-    return tuple(dict.fromkeys(ids))
 
 
 def is_target(folder: Path) -> bool:

@@ -53,4 +53,5 @@ def attention_batch(
         query_lens=tuple(query_lens),
         kv_lens=tuple(kv_lens),
         kv_index=tuple(kv_index),
+        rows=members.index,
     )

@@ -14,8 +14,7 @@ from engine.dist.reshard import exchange_vocab, gather_vocab
 from engine.kernels.acceptance import Acceptance, Drafts, accept
 from engine.kernels.markov import Chain, scatter_logits
 from engine.kernels.sampling import SamplingRows, sample
-from engine.models.decoder import Decoder
-from engine.models.drafter import Drafter
+from engine.models.interface import Draft, Target
 from engine.runner.ownership import Ownership
 
 
@@ -57,7 +56,7 @@ class Owners:
     """
 
     def __init__(
-        self, target: Decoder, draft: Drafter | None, ranks: Collectives, device: torch.device
+        self, target: Target, draft: Draft | None, ranks: Collectives, device: torch.device
     ) -> None:
         self.ranks = ranks
         self._target, self._draft, self._device = target, draft, device

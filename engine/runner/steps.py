@@ -12,12 +12,11 @@ import torch
 from engine.dist.collectives import Collectives, Solo
 from engine.kernels.acceptance import Drafts
 from engine.kernels.commit import commit
+from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.slot_mapping import slot_mapping
 from engine.kernels.step_inputs import step_inputs
 from engine.kernels.verify_plan import survival_of, verify_lens
-from engine.kv.cache import PagedKV
-from engine.models.decoder import Decoder
-from engine.models.drafter import Drafter
+from engine.models.interface import Draft, State, Target
 from engine.runner.batch import Members, attention_batch
 from engine.runner.owners import Owners, Sampling
 from engine.runner.rows import Rows
@@ -28,10 +27,10 @@ from engine.runner.synthetic import synthesize, synthetic_survival
 class Networks:
     """Target and draft with their caches; one block table addresses both."""
 
-    target: Decoder
-    target_kv: PagedKV
-    draft: Drafter | None = None
-    draft_kv: PagedKV | None = None
+    target: Target
+    target_kv: State
+    draft: Draft | None = None
+    draft_kv: State | None = None
     num_speculative_tokens: int = 0
     ranks: Collectives = field(default_factory=Solo)
     """What both are dealt to."""
@@ -86,7 +85,7 @@ class Steps:
         hidden, taps = self.net.target.forward(
             prompt.token_ids, prompt.positions, slots, batch, self.net.target_kv, self._taps()
         )
-        self._store_context(taps, prompt.positions, slots)
+        self._store_context(taps, prompt.positions, slots, batch)
         return hidden
 
     def first_tokens(
@@ -219,7 +218,7 @@ class Steps:
             rows.num_computed,
             drafts.survival,
         )
-        self._store_context(taps, inputs.positions, done.slots)
+        self._store_context(taps, inputs.positions, done.slots, batch)
         return done.result
 
     def _taps(self) -> tuple[int, ...]:
@@ -232,12 +231,16 @@ class Steps:
         return slot_mapping(block_table, positions, cu, self.net.target_kv.kv_block_size)
 
     def _store_context(
-        self, taps: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor
+        self,
+        taps: torch.Tensor | None,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        batch: AttentionBatch,
     ) -> None:
         """Taps of the tokens with a slot >= 0 become draft context."""
         draft, kv = self.net.draft, self.net.draft_kv
         if draft is not None and kv is not None and taps is not None:
-            draft.store_context(taps, positions, slots, kv)
+            draft.store_context(taps, positions, slots, kv, batch)
 
     def _no_logits(self, num_reqs: int) -> torch.Tensor:
         vocab = self.net.target.spec.vocab_size

@@ -16,6 +16,7 @@ from tests.helpers.checkpoints import (
     write_target,
     write_tensors,
 )
+from tests.helpers.deepseek_v4 import write_deepseek_v4
 
 EMBED = "model.embed_tokens.weight"
 
@@ -213,3 +214,27 @@ def test_a_draft_with_a_tensor_missing_does_not_fit(
     write_tensors(draft, tensors)
     report = as_json(capsys, target, draft, code=2)
     assert "markov_w1.weight is missing" in report["pair"]["problem"]
+
+
+def test_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers by kind, the drafter in the same file, rings by request, GPUs."""
+    folder = write_deepseek_v4(tmp_path / "v4")
+    code, out, _ = inspect(capsys, folder, folder, "--max-num-seqs", 3, "--max-model-len", 100)
+    assert code == 0
+    assert "4: 1 window (see 8 tokens), 2 sparse (also 3 entries of 4 tokens), 1 heavy" in out
+    assert "8, 2 a token, 16 wide, and a shared one; looked up by token in 1 layers" in out
+    assert "G = 4, anchor-first" in out
+    assert "taps              h[2, 4] of 4 target layers" in out
+    assert "Pair\n  fits" in out
+    assert "1 of 141 GB" in out
+    code, out, _ = inspect(
+        capsys, folder, folder, "--max-num-seqs", 3, "--max-model-len", 100, "--json"
+    )
+    plan = json.loads(out)["memory"]["float32"]
+    # an entry of 16 every 4 tokens in two layers, with an index key of 16 each; one every 8 tokens
+    per_token = 4 * (2 * (16 + 16) / 4 + 16 / 8)
+    assert plan["kv_bytes_per_token"] == {"target": per_token, "draft": 0.0}
+    # windows of 8 + 5; rows of 2 x 4 + 5 with 2 x 2 x (16 + 16) values, of 8 + 5 with 2 x 16
+    ring = 4 * 13 * 16 + 2 * 13 * 4 * 32 + 13 * 2 * 16
+    assert plan["kv_bytes_per_request"] == {"target": 4 * ring, "draft": 4 * 2 * 13 * 16}
+    assert plan["kv_bytes"] == 3 * (100 * per_token + 4 * ring + 4 * 2 * 13 * 16)

@@ -16,6 +16,7 @@ import torch
 from engine import Engine, Request, SamplingParams
 from engine.runner.batch import Members
 from tests.helpers.checkpoints import write_draft, write_target
+from tests.helpers.deepseek_v4 import write_deepseek_v4
 from tests.helpers.distributed import Ranks, run_ranks
 from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests, teach
 
@@ -42,6 +43,9 @@ class Case:
     plans: int | None = None
     """Let rank 0 plan at random, from this seed."""
 
+    target: Path | None = None
+    """Another target than the rest's."""
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,7 +59,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def play(ranks: Ranks, target: Path, cases: list[Case]) -> None:
     for case in cases:
-        engine = make_engine(target, case.draft, group=ranks.group(), **case.settings)
+        model = case.target or target
+        engine = make_engine(model, case.draft, group=ranks.group(), **case.settings)
         if case.hit_rate is not None:
             teach(engine, case.want, case.hit_rate)
         if case.plans is not None and ranks.rank == 0:
@@ -73,9 +78,20 @@ def play(ranks: Ranks, target: Path, cases: list[Case]) -> None:
 @pytest.mark.parametrize(
     ("size", "chosen"),
     [
-        (2, ("no draft", "greedy on 5", "greedy off 5", "preempted on", "rnn off", "lagged on")),
+        (
+            2,
+            (
+                "no draft",
+                "greedy on 5",
+                "greedy off 5",
+                "preempted on",
+                "rnn off",
+                "lagged on",
+                "v4 on",
+            ),
+        ),
         (3, ("greedy on 1", "vanilla on", "rnn on", "preempted off", "random on", "sync off")),
-        (4, ("greedy on 2", "greedy off 9", "vanilla off", "random off")),
+        (4, ("greedy on 2", "greedy off 9", "vanilla off", "random off", "v4 off")),
     ],
 )
 def test_greedy_and_seeded_outputs_are_those_of_one_rank(
@@ -125,6 +141,13 @@ def cases(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -
             "kv_cache_memory_bytes": 18 * PER_BLOCK,
         }
         many.append(Case(f"preempted {loop}", draft, greedy, plain, settings, 0.7, True))
+    # DeepSeek-V4: heads by output group, experts whole; its 4 groups go to 2 and 4 ranks
+    v4 = write_deepseek_v4(tmp_path_factory.mktemp("v4"))
+    few = requests(prompts(3, seed=5, longest=20), max_tokens=10)
+    want = outputs(make_engine(v4), few)
+    for loop in ("on", "off"):
+        settings = {"max_num_seqs": 3, "sharded_loop": loop}
+        many.append(Case(f"v4 {loop}", v4, few, want, settings, target=v4))
     return {case.name: case for case in many}
 
 

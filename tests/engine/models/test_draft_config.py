@@ -182,8 +182,8 @@ SLIDING = ["sliding_attention", "full_attention"]
         ),
         (
             "deepspec",
-            {"architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5},
-            "'DeepseekV4ForCausalLM', not supported",
+            {"architectures": ["MixtralForCausalLM"], "dspark_block_size": 5},
+            "'MixtralForCausalLM', not supported",
             "supported d",
         ),
         (

@@ -1,0 +1,132 @@
+"""What `dspark inspect` tells of a DeepSeek-V4 checkpoint: layers, what is kept, how many GPUs."""
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.dist.collectives import Solo
+from engine.models import families
+from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
+from engine.models.interface import AnyDraft, AnyTarget
+from engine.models.layers import Placement
+from engine.models.loader import Outline
+from engine.models.shard import Part
+
+GPU_BYTES, USABLE = 141e9, 0.9
+"""An H200's memory, and the share of it that weights and requests may take."""
+
+
+class _Scales(Outline):
+    """Headers that are weighed as they are taken."""
+
+    nbytes = 0
+
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        part: Part | None = None,
+    ) -> torch.Tensor:
+        """As `Outline.take`."""
+        x = super().take(name, shape, dtype=dtype, device=device, part=part)
+        self.nbytes += x.nbytes
+        return x
+
+
+class _Seat(Solo):
+    """A rank among others that are not there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def describe_target(spec: V4TargetSpec) -> dict[str, Any]:
+    """Keys beside those of every target."""
+    layers = spec.layers
+    return {
+        "layers": {**asdict(layers), "num_layers": layers.num_layers},
+        "layer_kinds": dict(Counter(layers.kinds)),
+        "hashed_layers": sum(layers.hashed),
+    }
+
+
+def describe_draft(spec: V4DraftSpec) -> dict[str, Any]:
+    """Keys beside those of every draft."""
+    return {
+        "layers": {**asdict(spec.layers), "num_layers": spec.layers.num_layers},
+        "windows": [spec.layers.window] * spec.layers.num_layers,
+        "causal": [False] * spec.layers.num_layers,
+    }
+
+
+def weight_bytes(
+    folder: Path,
+    target: V4TargetSpec,
+    draft: V4DraftSpec | None,
+    dtype: torch.dtype,
+    size: int = 1,
+) -> dict[str, int]:
+    """Bytes of weights that one of `size` ranks holds.
+
+    Args:
+        folder: The checkpoint.
+        target: What it is.
+        draft: The drafter in it, if it is to be held.
+        dtype: Of weights that are not packed.
+        size: Ranks.
+    """
+    at = Placement(dtype, torch.device("meta"), _Seat(size))
+    with (weights := _Scales(folder)):
+        network = families.build_target(target, weights, at, 1)
+        found = {"target": weights.nbytes, "draft": 0}
+        if draft is not None:
+            families.build_draft(draft, weights, network, at, 1)
+            found["draft"] = weights.nbytes - found["target"]
+    return found
+
+
+def state_bytes(
+    spec: AnyTarget | AnyDraft, most_queries: int, dtype: torch.dtype
+) -> tuple[int, float]:
+    """Bytes a request takes however short it is, and those of each of its tokens."""
+    at = Placement(dtype, torch.device("meta"))
+    block = families.block_size(spec, 1) if isinstance(spec, V4TargetSpec) else 1
+    return (
+        families.bytes_a_row(spec, most_queries, at),
+        families.bytes_a_block(spec, block, at) / block,
+    )
+
+
+def gpus_needed(
+    folder: Path,
+    target: V4TargetSpec,
+    draft: V4DraftSpec | None,
+    dtype: torch.dtype,
+    state: float,
+) -> dict[str, Any]:
+    """The smallest number of GPUs that weights and requests fit on.
+
+    Args:
+        folder: The checkpoint.
+        target: What it is.
+        draft: Its drafter, if it is to be held.
+        dtype: Of weights that are not packed.
+        state: Bytes of requests, which every rank holds in full.
+
+    Returns:
+        `gpus` (None where no number that the heads can be dealt to is enough), `bytes_each` at
+        that number, and what a GPU holds.
+    """
+    groups = target.layers.o_groups
+    each = 0.0
+    for size in (n for n in range(1, groups + 1) if groups % n == 0):
+        each = sum(weight_bytes(folder, target, draft, dtype, size).values()) + state
+        if each <= GPU_BYTES * USABLE:
+            return {"gpus": size, "bytes_each": each, "gpu_bytes": GPU_BYTES, "usable": USABLE}
+    return {"gpus": None, "bytes_each": each, "gpu_bytes": GPU_BYTES, "usable": USABLE}

@@ -1,0 +1,109 @@
+"""State addressed by absolute position, and where the requests of a step lie in it.
+
+Token p of row n lies at place p mod C of the row's ring, entry w of a request at its own place of
+the request's KV blocks. A verify pass writes the tokens it looks at; of rejected ones nothing is
+undone, the pass after it writes the same places. That is sound because a ring is wider than what
+may still be read by as many tokens as one pass may write, and because an entry that was made of
+rejected tokens is made again when its last token comes again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.paged_attention import AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedState:
+    """A compressor's. N rows, C places, W channels, E entries in all, D channels of an entry."""
+
+    rows: torch.Tensor  # [N, C, 2, W] float32: values and scores of the last tokens
+    entries: torch.Tensor  # [E, D]: entry w of a request at (slot of its token w * ratio) / ratio
+    ratio: int
+
+
+def ring_read(ring: torch.Tensor, row: int, first: int, stop: int) -> torch.Tensor:
+    """Tokens [first, stop) of one row: [stop - first, ...]."""
+    at = torch.arange(first, stop, device=ring.device) % ring.shape[1]
+    return ring[row, at]
+
+
+def ring_write(ring: torch.Tensor, row: int, first: int, x: torch.Tensor) -> None:
+    """Put tokens `x` [n, ...], the first at position `first`; only the last C of them stay."""
+    places = ring.shape[1]
+    skip = max(len(x) - places, 0)
+    at = torch.arange(first + skip, first + len(x), device=ring.device) % places
+    ring[row, at] = x[skip:].to(ring.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request's tokens of a step, on the host."""
+
+    row: int
+    begin: int
+    """Its first token's place in the batch."""
+
+    count: int
+    start: int
+    """Its first token's position."""
+
+    slots: slice | torch.Tensor
+    """KV slots of its tokens from position 0 on."""
+
+    @property
+    def tokens(self) -> slice:
+        """Its tokens in the batch."""
+        return slice(self.begin, self.begin + self.count)
+
+    @property
+    def stop(self) -> int:
+        """The position after its last token."""
+        return self.start + self.count
+
+    def entries(self, first: int, stop: int, ratio: int) -> slice | torch.Tensor:
+        """Places of entries [first, stop), each at its first token's slot over the ratio."""
+        if isinstance(self.slots, slice):
+            at = self.slots.start // ratio
+            return slice(at + first, at + stop)
+        return self.slots[first * ratio : stop * ratio : ratio] // ratio
+
+
+def spans(batch: AttentionBatch) -> Iterator[Span]:
+    """The requests of a step that have tokens; for references, on a CPU."""
+    assert batch.rows is not None
+    begin = 0
+    lens = zip(batch.query_lens, batch.kv_lens, batch.kv_index, strict=True)
+    for row, (count, seq_len, slots) in zip(batch.rows.tolist(), lens, strict=False):
+        if count:
+            yield Span(row, begin, count, seq_len - count, slots)
+        begin += count
+
+
+def ring_store(
+    ring: torch.Tensor,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    live: torch.Tensor,
+    batch: AttentionBatch,
+) -> None:
+    """Put some of a step's tokens into the rings of their requests' rows.
+
+    Args:
+        ring: [N, C, D]; the last row is the spare one, which takes what is not kept.
+        x: [T, D].
+        positions: [T] int64.
+        live: [T] bool, which tokens.
+        batch: The step's requests.
+    """
+    assert batch.rows is not None
+    num_rows, places, _ = ring.shape
+    token = torch.arange(len(x), device=x.device, dtype=batch.cu_seqlens_q.dtype)
+    request = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), token, right=True)
+    request = request.clamp(max=len(batch.rows) - 1)  # padding behind the last request
+    # of a chunk longer than the ring only the end stays
+    live = live & (positions >= batch.seq_lens[request] - places)
+    row = torch.where(live, batch.rows[request], num_rows - 1)
+    ring[row, positions % places] = x

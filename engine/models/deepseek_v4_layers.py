@@ -1,0 +1,347 @@
+"""DeepSeek-V4 blocks, of target and drafter: attention, experts, and the streams around them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from engine.kernels.compress import compress
+from engine.kernels.cut_silu import cut_silu
+from engine.kernels.hc_collapse import hc_collapse
+from engine.kernels.hc_mix import MixWeights, hc_mix
+from engine.kernels.hc_post import hc_post
+from engine.kernels.linear import Linear
+from engine.kernels.norms import rms_norm
+from engine.kernels.paged_attention import AttentionBatch
+from engine.kernels.pair_rope import pair_rope, yarn_frequencies
+from engine.kernels.rolling import CompressedState
+from engine.kernels.rope import rope_table
+from engine.kernels.router import route
+from engine.kernels.select_entries import select_entries
+from engine.kernels.window_attention import window_attention
+from engine.kv.rolling import CompressorShape, LayerShape, LayerState, RollingState
+from engine.models.deepseek_v4_names import V4Weights
+from engine.models.deepseek_v4_spec import V4Layers, YarnRope
+
+_GATE_UP = ("w1", "w3")
+"""Of an expert, as released; w2 is the way down."""
+
+
+def layer_shapes(spec: V4Layers) -> tuple[LayerShape, ...]:
+    """What each layer keeps of a request."""
+    shapes = []
+    for i, kind in enumerate(spec.kinds):
+        ratio = spec.ratio(i)
+        # sparse layers' windows overlap, heavy ones' do not
+        overlap = 2 if kind == "sparse" else 1
+        own = None if kind == "window" else CompressorShape(ratio, overlap, spec.head_dim)
+        keys = CompressorShape(ratio, overlap, spec.indexer.head_dim) if kind == "sparse" else None
+        shapes.append(LayerShape(spec.window, spec.head_dim, own, keys))
+    return tuple(shapes)
+
+
+class RopeTables:
+    """Cosines and sines of a stack's two ropes, by position."""
+
+    def __init__(self, spec: V4Layers, num_positions: int, device: torch.device) -> None:
+        def table(rope: YarnRope) -> torch.Tensor:
+            inv = yarn_frequencies(
+                spec.rope_dim,
+                rope.theta,
+                factor=rope.factor,
+                original_max_position=rope.original_max_position,
+                beta_fast=rope.beta_fast,
+                beta_slow=rope.beta_slow,
+            )
+            return rope_table(inv, num_positions).to(device)
+
+        self.window = table(spec.window_rope)
+        """[positions, 2, rope_dim / 2] float32."""
+
+        self.compressed = (
+            table(spec.compressed_rope)
+            if any(kind != "window" for kind in spec.kinds)
+            else self.window
+        )
+
+
+@dataclass(frozen=True)
+class V4Step:
+    """What every layer of one forward needs. T tokens."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    batch: AttentionBatch
+    state: RollingState
+    ropes: RopeTables
+    block: bool = False
+    """Are these draft blocks?"""
+
+    @cached_property
+    def window_turns(self) -> torch.Tensor:
+        """[T, 2, P], of layers that see their window alone."""
+        return self.ropes.window[self.positions]
+
+    @cached_property
+    def compressed_turns(self) -> torch.Tensor:
+        """[T, 2, P], of all others."""
+        return self.ropes.compressed[self.positions]
+
+
+class Compressor:
+    """Values and scores of tokens, and the norm of the entries they become."""
+
+    def __init__(
+        self, shape: CompressorShape, hidden: int, weights: V4Weights, prefix: str
+    ) -> None:
+        wide = shape.overlap * shape.width
+        # products and what is kept of them are float32, whatever the weights are stored as
+        parts = [weights.wide(f"{prefix}{n}.weight", wide, hidden) for n in ("wkv", "wgate")]
+        self.pairs = Linear(torch.cat(parts))
+        self.bias = weights.wide(f"{prefix}ape", shape.ratio, wide)
+        self.norm = weights.take(f"{prefix}norm.weight", shape.width)
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, state: CompressedState
+    ) -> torch.Tensor:
+        """[T, 2, W] float32 of [T, H]."""
+        pairs = self.pairs(x.float()).view(len(x), 2, -1)
+        pairs[:, 1] += self.bias[positions % state.ratio]
+        return pairs
+
+
+class Indexer:
+    """Chooses the entries of a sparse layer; every rank makes the same choice."""
+
+    def __init__(self, spec: V4Layers, weights: V4Weights, prefix: str) -> None:
+        heads, width = spec.indexer.num_heads, spec.indexer.head_dim
+        self.spec = spec.indexer
+        self.q = Linear(weights.take(f"{prefix}wq_b.weight", heads * width, spec.q_rank))
+        self.weigh = Linear(weights.take(f"{prefix}weights_proj.weight", heads, spec.hidden_size))
+        shape = CompressorShape(spec.sparse_ratio, 2, width)
+        self.compressor = Compressor(shape, spec.hidden_size, weights, f"{prefix}compressor.")
+
+    def __call__(
+        self, x: torch.Tensor, q_low: torch.Tensor, step: V4Step, state: CompressedState
+    ) -> torch.Tensor:
+        """[T, k] int32 entries, of input [T, H] and low-rank queries [T, q_rank]."""
+        q = self.q(q_low).view(len(x), self.spec.num_heads, -1)
+        q = pair_rope(q, step.compressed_turns)
+        weights = self.weigh(x).float() * self.spec.num_heads**-0.5
+        return select_entries(q, weights, state, step.batch, self.spec.top_k)
+
+
+class V4Attention:
+    """Low-rank queries, one K that is V, a window, compressed entries, a grouped output."""
+
+    def __init__(self, spec: V4Layers, layer: int, weights: V4Weights, prefix: str) -> None:
+        """Read this rank's heads, and what all ranks hold."""
+        at = weights.at
+        self.spec, self.kind, self.ranks = spec, spec.kinds[layer], at.ranks
+        h, d, size = spec.hidden_size, spec.head_dim, at.ranks.size
+        self.heads, self.groups = spec.num_heads // size, spec.o_groups // size
+        rows, low = spec.num_heads * d, spec.o_groups * spec.o_rank
+
+        def take(name: str, *shape: int, dim: int | None = None) -> torch.Tensor:
+            part = None if dim is None else at.share.even(shape[dim], dim)
+            return weights.take(prefix + name, *shape, part=part)
+
+        self.low = Linear(
+            torch.cat((take("wq_a.weight", spec.q_rank, h), take("wkv.weight", d, h)))
+        )
+        self.q = Linear(take("wq_b.weight", rows, spec.q_rank, dim=0))
+        self.q_norm = take("q_norm.weight", spec.q_rank)
+        self.kv_norm = take("kv_norm.weight", d)
+        self.one = torch.ones(d, dtype=at.dtype, device=at.device)
+        dealt = at.share.even(spec.num_heads, dim=0)
+        self.sinks = weights.wide(f"{prefix}attn_sink", spec.num_heads, part=dealt)
+        wide = rows // spec.o_groups
+        grouped = take("wo_a.weight", low, wide, dim=0)
+        self.o_low = GroupedLinear(grouped.view(self.groups, spec.o_rank, wide))
+        self.o = Linear(take("wo_b.weight", h, low, dim=1))
+        self.compressor = self.indexer = None
+        shape = layer_shapes(spec)[layer].compressed
+        if shape is not None:
+            self.compressor = Compressor(shape, h, weights, f"{prefix}compressor.")
+        if self.kind == "sparse":
+            self.indexer = Indexer(spec, weights, f"{prefix}indexer.")
+
+    def keys(self, kv: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """[T, D] as they are kept, normed and turned."""
+        return pair_rope(rms_norm(kv, self.kv_norm, self.spec.norm_eps)[:, None], turns)[:, 0]
+
+    def __call__(self, x: torch.Tensor, step: V4Step, state: LayerState) -> torch.Tensor:
+        """[T, H] normed input to [T, H]; keeps this layer's keys."""
+        spec = self.spec
+        turns = step.window_turns if self.kind == "window" else step.compressed_turns
+        q_low, kv = self.low(x).split((spec.q_rank, spec.head_dim), dim=1)
+        q_low = rms_norm(q_low, self.q_norm, spec.norm_eps)
+        q = self.q(q_low).view(len(x), self.heads, spec.head_dim)
+        q = pair_rope(rms_norm(q, self.one, spec.norm_eps), turns)
+        chosen = self._compress(x, q_low, step, state)
+        out = window_attention(
+            q,
+            self.keys(kv, turns),
+            self.sinks,
+            state.window,
+            step.batch,
+            window=spec.window,
+            scale=spec.head_dim**-0.5,
+            compressed=state.compressed,
+            chosen=chosen,
+            block=step.block,
+        )
+        # values carry their keys' rotation: turned back at the query, its distance is left
+        out = pair_rope(out, turns, inverse=True).reshape(len(x), self.groups, -1)
+        return self.ranks.all_reduce(self.o(self.o_low(out).flatten(1)))
+
+    def _compress(
+        self, x: torch.Tensor, q_low: torch.Tensor, step: V4Step, state: LayerState
+    ) -> torch.Tensor | None:
+        """Close windows, main and index, and choose among the entries."""
+        if self.compressor is None or state.compressed is None:
+            return None
+        self._close(self.compressor, x, step, state.compressed)
+        if self.indexer is None or state.index is None:
+            return None
+        self._close(self.indexer.compressor, x, step, state.index)
+        return self.indexer(x, q_low, step, state.index)
+
+    def _close(
+        self, compressor: Compressor, x: torch.Tensor, step: V4Step, state: CompressedState
+    ) -> None:
+        pairs = compressor(x, step.positions, state)
+        eps, rope = self.spec.norm_eps, step.ropes.compressed
+        compress(pairs, state, compressor.norm, eps, rope, step.batch)
+
+
+class GroupedLinear:
+    """A matrix for each group of channels."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Take over `weight` [G, out, in]."""
+        self._weight = weight
+        # on a CPU a matrix by itself gives a row the same bits in any batch
+        self._each = None if weight.is_cuda else [Linear(w.contiguous()) for w in weight]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, G, in] to [T, G, out]."""
+        if self._each is not None:
+            parts = [f(x[:, g].contiguous()) for g, f in enumerate(self._each)]
+            return torch.stack(parts, dim=1)
+        return torch.bmm(x.transpose(0, 1), self._weight.transpose(1, 2)).transpose(0, 1)
+
+
+class V4Experts:
+    """Routed experts, dealt to ranks whole, and one that every token goes through, by columns."""
+
+    def __init__(
+        self, spec: V4Layers, layer: int, weights: V4Weights, prefix: str, vocab_size: int
+    ) -> None:
+        """Read this rank's experts.
+
+        Args:
+            spec: The stack's shape.
+            layer: Which of its layers.
+            weights: Its tensors.
+            prefix: E.g. `layers.0.ffn.`.
+            vocab_size: Rows of the table of a layer whose experts are looked up.
+        """
+        e, h, share = spec.experts, spec.hidden_size, weights.at.share
+        self.spec, self.ranks = e, weights.at.ranks
+        self.gate = Linear(weights.wide(f"{prefix}gate.weight", e.num_experts, h))
+        self.bias = self.table = None
+        if spec.hashed[layer]:
+            self.table = weights.whole(f"{prefix}gate.tid2eid", vocab_size, e.per_token)
+        else:
+            self.bias = weights.wide(f"{prefix}gate.bias", e.num_experts)
+        dealt = share.even(e.num_experts, dim=0)
+        self.first = 0 if dealt is None else dealt.start
+        found = weights.experts(f"{prefix}experts.", e.num_experts, e.width, h, dealt)
+        self.routed = [(Linear(gate_up), Linear(down)) for gate_up, down in found]
+        shared, rows = f"{prefix}shared_experts.", share.even(e.width, dim=0)
+        gate_up = [weights.take(f"{shared}{n}.weight", e.width, h, part=rows) for n in _GATE_UP]
+        self.shared_in = Linear(torch.cat(gate_up))
+        columns = share.even(e.width, dim=1)
+        self.shared_out = Linear(weights.take(f"{shared}w2.weight", h, e.width, part=columns))
+
+    def __call__(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T, H] normed input to [T, H]."""
+        experts, weights = route(
+            self.gate(x.float()),
+            token_ids,
+            bias=self.bias,
+            table=self.table,
+            per_token=self.spec.per_token,
+            scale=self.spec.scale,
+        )
+        routed = self._routed(x, experts, weights)
+        # [ckpt] transformers and both servers cut the shared expert, too
+        shared = self.shared_out(cut_silu(self.shared_in(x), self.spec.limit))
+        return self.ranks.all_reduce(routed + shared)
+
+    def _routed(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's experts' share of [T, H]: products by expert, sums in the tokens' order."""
+        parts = torch.zeros(*experts.shape, x.shape[1], dtype=torch.float32, device=x.device)
+        for i, (gate_up, down) in enumerate(self.routed):
+            token, place = (experts == self.first + i).nonzero(as_tuple=True)
+            if len(token):
+                out = down(cut_silu(gate_up(x[token]), self.spec.limit))
+                parts[token, place] = out.float() * weights[token, place, None]
+        return parts.sum(dim=1).to(x.dtype)
+
+
+class V4Block:
+    """Streams through attention, then through experts."""
+
+    def __init__(
+        self, spec: V4Layers, layer: int, weights: V4Weights, prefix: str, vocab_size: int
+    ) -> None:
+        """Read one layer under `prefix`, e.g. `layers.0.`."""
+        self.spec = spec
+        self.attention = V4Attention(spec, layer, weights, f"{prefix}attn.")
+        self.experts = V4Experts(spec, layer, weights, f"{prefix}ffn.", vocab_size)
+        self.attention_norm = weights.take(f"{prefix}attn_norm.weight", spec.hidden_size)
+        self.experts_norm = weights.take(f"{prefix}ffn_norm.weight", spec.hidden_size)
+        self.attention_mix = take_mix(spec, weights, f"{prefix}hc_attn_")
+        self.experts_mix = take_mix(spec, weights, f"{prefix}hc_ffn_")
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """Matrix products that every token takes."""
+        return self.attention.low, self.attention.q, self.attention.o, self.experts.shared_in
+
+    def __call__(self, streams: torch.Tensor, step: V4Step, state: LayerState) -> torch.Tensor:
+        """[T, S, H] to [T, S, H]."""
+        eps = self.spec.norm_eps
+        pre, post, comb = self._mix(streams, self.attention_mix)
+        x = rms_norm(hc_collapse(streams, pre), self.attention_norm, eps)
+        streams = hc_post(self.attention(x, step, state), streams, post, comb)
+        pre, post, comb = self._mix(streams, self.experts_mix)
+        x = rms_norm(hc_collapse(streams, pre), self.experts_norm, eps)
+        return hc_post(self.experts(x, step.token_ids), streams, post, comb)
+
+    def _mix(
+        self, streams: torch.Tensor, weights: MixWeights
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hyper = self.spec.hyper
+        return hc_mix(
+            streams,
+            weights,
+            norm_eps=self.spec.norm_eps,
+            eps=hyper.eps,
+            iterations=hyper.sinkhorn_iterations,
+        )
+
+
+def take_mix(spec: V4Layers, weights: V4Weights, prefix: str, *, head: bool = False) -> MixWeights:
+    """Hyper-connection weights of a sublayer or, with `head`, of a network's end."""
+    s = spec.hyper.num_streams
+    rows = s if head else s * (s + 2)
+    return MixWeights(
+        weights.wide(f"{prefix}fn", rows, s * spec.hidden_size),
+        weights.wide(f"{prefix}base", rows),
+        weights.wide(f"{prefix}scale", 1 if head else 3),
+    )

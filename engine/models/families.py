@@ -1,0 +1,164 @@
+"""The one place that tells families of networks apart: what builds them, and what they keep."""
+
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.kv.cache import PagedKV, bytes_per_block
+from engine.kv.rolling import RollingState
+from engine.models.config import DraftSpec, TargetSpec
+from engine.models.decoder import Decoder
+from engine.models.deepseek_v4 import DeepseekV4
+from engine.models.deepseek_v4_draft_config import of_drafter
+from engine.models.deepseek_v4_drafter import V4Drafter
+from engine.models.deepseek_v4_layers import layer_shapes
+from engine.models.deepseek_v4_names import V4Weights
+from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
+from engine.models.drafter import Drafter
+from engine.models.interface import AnyDraft, AnyTarget, Draft, State, Target
+from engine.models.layers import Placement
+from engine.models.shard import check_heads
+
+
+def build_target(spec: AnyTarget, weights: Any, at: Placement, num_positions: int) -> Target:
+    """Read a target's weights.
+
+    Args:
+        spec: Its shape.
+        weights: An open checkpoint, or what stands for one: `take` and `has`.
+        at: Dtype, device and ranks.
+        num_positions: Positions that can be asked for.
+    """
+    if isinstance(spec, V4TargetSpec):
+        _refuse_device(at)
+        return DeepseekV4(spec, V4Weights(weights, weights.has, at), num_positions)
+    return Decoder(spec, weights, at, num_positions)
+
+
+def build_draft(
+    spec: AnyDraft, weights: Any, target: Target, at: Placement, num_positions: int
+) -> Draft:
+    """Read a draft's weights; arguments as for a target."""
+    if isinstance(spec, V4DraftSpec):
+        if not isinstance(target, DeepseekV4):
+            raise _strangers()
+        return V4Drafter(spec, V4Weights(weights, weights.has, at), target, num_positions)
+    if not isinstance(target, Decoder):
+        raise _strangers()
+    return Drafter(spec, weights, weights.has, target, at, num_positions)
+
+
+def check_family(target: AnyTarget, draft: AnyDraft) -> None:
+    """Refuse a draft of another family than its target.
+
+    Raises:
+        ConfigError: They are not of one.
+    """
+    if isinstance(target, V4TargetSpec) != isinstance(draft, V4DraftSpec):
+        raise _strangers()
+
+
+def _strangers() -> ConfigError:
+    return ConfigError(
+        "the draft and the target are of different families of networks",
+        "a DeepSeek-V4 drafter lies in its target's own checkpoint: give that as the draft, too",
+    )
+
+
+def _refuse_device(at: Placement) -> None:
+    if at.device.type == "cuda":
+        raise ConfigError(
+            "DeepSeek-V4 has no CUDA kernels here as yet", "use --device cpu, or another target"
+        )
+
+
+def belongs_elsewhere(spec: AnyTarget | AnyDraft, name: str) -> bool:
+    """Is a tensor in the files of this network another network's?"""
+    if isinstance(spec, V4TargetSpec):
+        return of_drafter(name)
+    return isinstance(spec, V4DraftSpec) and not of_drafter(name)
+
+
+def check_ranks(spec: AnyTarget | AnyDraft, size: int, whose: str) -> None:
+    """Refuse a number of ranks that a network cannot be dealt to.
+
+    Args:
+        spec: The network.
+        size: Ranks.
+        whose: For the message: "the target" or "the draft".
+
+    Raises:
+        ConfigError: Says which numbers of ranks would do.
+    """
+    if isinstance(spec, TargetSpec | DraftSpec):
+        check_heads(spec.layers, size, whose)
+        return
+    groups, heads = spec.layers.o_groups, spec.layers.num_heads
+    if groups % size:
+        good = [str(n) for n in range(1, groups + 1) if groups % n == 0]
+        raise ConfigError(
+            f"-tp {size}: {whose} has {heads} heads in {groups} output groups, which cannot be "
+            f"dealt to {size} ranks",
+            f"use -tp {' or '.join(good)}",
+        )
+
+
+def block_size(spec: AnyTarget, asked: int) -> int:
+    """Tokens of a KV block: as asked, or more where a block has to hold whole windows."""
+    if isinstance(spec, V4TargetSpec):
+        return max(asked, *(spec.layers.ratio(i) for i in range(spec.layers.num_layers)))
+    return asked
+
+
+def shares_prefixes(spec: AnyTarget) -> bool:
+    """Can a request start from KV blocks that another one has computed? Not from rings."""
+    return not isinstance(spec, V4TargetSpec)
+
+
+def bytes_a_block(spec: AnyTarget | AnyDraft, kv_block_size: int, at: Placement) -> int:
+    """Bytes that one KV block takes in one network's state."""
+    size = at.dtype.itemsize
+    if isinstance(spec, V4TargetSpec | V4DraftSpec):
+        return sum(s.bytes_a_block(kv_block_size, size) for s in layer_shapes(spec.layers))
+    layers = at.share.layers(spec.layers)
+    return bytes_per_block(
+        layers.num_layers, kv_block_size, layers.num_kv_heads, layers.head_dim, size
+    )
+
+
+def bytes_a_row(spec: AnyTarget | AnyDraft, most_queries: int, at: Placement) -> int:
+    """Bytes that one request takes however short it is."""
+    if isinstance(spec, V4TargetSpec | V4DraftSpec):
+        size = at.dtype.itemsize
+        return sum(s.bytes_a_row(most_queries, size) for s in layer_shapes(spec.layers))
+    return 0
+
+
+def allocate(
+    spec: AnyTarget | AnyDraft,
+    num_rows: int,
+    num_blocks: int,
+    kv_block_size: int,
+    most_queries: int,
+    at: Placement,
+) -> State:
+    """A network's state.
+
+    Args:
+        spec: The network.
+        num_rows: Requests at once; one row more is made for padding.
+        num_blocks: KV blocks.
+        kv_block_size: Tokens of each.
+        most_queries: Tokens of a request that a round may write and the next reject.
+        at: Dtype, device and ranks.
+    """
+    kind: dict[str, Any] = {"dtype": at.dtype, "device": at.device}
+    if isinstance(spec, V4TargetSpec | V4DraftSpec):
+        shapes = layer_shapes(spec.layers)
+        return RollingState.allocate(
+            shapes, num_rows + 1, num_blocks, kv_block_size, most_queries, **kind
+        )
+    layers = spec.layers
+    heads = at.share.layers(layers).num_kv_heads
+    return PagedKV.allocate(
+        layers.num_layers, num_blocks, kv_block_size, heads, layers.head_dim, **kind
+    )

@@ -1,0 +1,282 @@
+"""DeepSeek-V4: logits against transformers, drafts against a dense definition, greedy equality."""
+
+import importlib
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import EngineConfig, worker
+from engine.kernels.paged_attention import AttentionBatch, locate_kv
+from engine.kv.rolling import RollingState
+from engine.models.deepseek_v4 import DeepseekV4
+from engine.models.deepseek_v4_layers import layer_shapes
+from engine.models.deepseek_v4_names import V4Weights
+from engine.models.deepseek_v4_spec import V4TargetSpec
+from engine.models.layers import Placement
+from engine.models.loader import Checkpoint
+from engine.models.target_config import parse_target
+from tests.helpers.checkpoints import read_tensors
+from tests.helpers.deepseek_v4 import (
+    GAMMA,
+    HEAVY,
+    SPARSE,
+    STAGES,
+    TAPS,
+    PlainV4Draft,
+    write_deepseek_v4,
+)
+from tests.helpers.drafts import MASK
+from tests.helpers.engines import make_engine, outputs, prompts, record_drafts, requests, teach
+from tests.helpers.reference import PlainTarget
+
+AT = Placement(torch.float32, torch.device("cpu"))
+TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_deepseek_v4(tmp_path_factory.mktemp("v4") / "v4")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PlainTarget:
+    return PlainTarget(folder)
+
+
+def load(folder: Path, num_positions: int = 512) -> DeepseekV4:
+    spec = parse_target(folder)
+    assert isinstance(spec, V4TargetSpec)
+    with Checkpoint(folder) as weights:
+        network = DeepseekV4(spec, V4Weights(weights, weights.has, AT), num_positions)
+        weights.finish(lambda name: name.startswith("mtp."))
+    return network
+
+
+class Fed:
+    """Some sequences of one network, fed a stretch at a time from any position on."""
+
+    def __init__(self, network: DeepseekV4, count: int, longest: int, most: int) -> None:
+        self.network = network
+        block = max(network.spec.layers.ratio(i) for i in range(network.spec.layers.num_layers))
+        self.block = max(block, 4)
+        each = -(-longest // self.block)
+        # blocks of different sequences lie between each other
+        self.blocks = [list(range(i, count * each, count)) for i in range(count)]
+        shapes = layer_shapes(network.spec.layers)
+        self.state = RollingState.allocate(
+            shapes, count + 1, count * each, self.block, most, dtype=AT.dtype, device=AT.device
+        )
+        for layer in self.state.layers:  # what was never written is never read
+            for state in (layer.compressed, layer.index):
+                if state is not None:
+                    state.entries.fill_(float("nan"))
+                    state.rows.fill_(float("nan"))
+            layer.window.fill_(float("nan"))
+
+    @torch.inference_mode()
+    def feed(self, many: Sequence[tuple[int, int, Sequence[int]]]) -> list[torch.Tensor]:
+        """Logits [n, V] of each (sequence, first position, its n tokens)."""
+        counts = [len(ids) for _, _, ids in many]
+        stops = [start + len(ids) for _, start, ids in many]
+        batch = AttentionBatch(
+            block_table=torch.zeros(len(many), 1, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
+            seq_lens=torch.tensor(stops).int(),
+            kv_block_size=self.block,
+            query_lens=tuple(counts),
+            kv_lens=tuple(stops),
+            kv_index=tuple(
+                locate_kv(self.blocks[i], stop, self.block, AT.device)
+                for (i, _, _), stop in zip(many, stops, strict=True)
+            ),
+            rows=torch.tensor([i for i, _, _ in many]),
+        )
+        ids = torch.tensor([t for _, _, each in many for t in each])
+        places = torch.tensor([p for _, s, each in many for p in range(s, s + len(each))])
+        hidden, _ = self.network.forward(ids, places, places, batch, self.state)
+        return list(self.network.logits(hidden).split(counts))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as transformers saves it": {},
+    "as transformers holds it": {"names": "memory"},
+    "as released": {"names": "released", "heavy": 128},
+    "windows alone": {"kinds": ("sliding_attention",) * 4},
+    "heavy layers first": {"kinds": (HEAVY, HEAVY, SPARSE, HEAVY)},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Whole, then in ragged chunks of a sequence each: 150 tokens close a window of 128, too."""
+    folder = write_deepseek_v4(tmp_path / "v4", **VARIANTS[name])
+    network = load(folder)
+    ids = [(7 * i * i + 3 * i) % 120 + 4 for i in range(150)]
+    want = PlainTarget(folder).states(ids)[1]
+    (got,) = Fed(network, 1, 150, GAMMA + 1).feed([(0, 0, ids)])
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    fed, at = Fed(network, 1, 150, GAMMA + 1), 0
+    for count in (1, 2, 3, 5, 7, 11, 17, 23, 31, 50):
+        (got,) = fed.feed([(0, at, ids[at : at + count])])
+        torch.testing.assert_close(got, want[at : at + count], **TOLERANCE)
+        at += count
+    assert at == 150
+
+
+def test_rejected_drafts_undo_nothing(folder: Path, reference: PlainTarget) -> None:
+    """Two sequences in ragged batches; wrong tokens are fed behind right ones, any number of them.
+
+    Rounds begin at every residue of the position modulo the window and the ratios.
+    """
+    network, rng, length = load(folder), random.Random(2), 140
+    truth = [[rng.randrange(4, 128) for _ in range(length + GAMMA + 1)] for _ in range(2)]
+    want = [reference.states(ids)[1] for ids in truth]
+    fed = Fed(network, 2, length + GAMMA + 1, GAMMA + 1)
+    at, begun = [3, 20], set()
+    fed.feed([(i, 0, truth[i][: at[i]]) for i in range(2)])
+    while min(at) < length - GAMMA:
+        live = [i for i in rng.sample(range(2), 2) if at[i] < length - GAMMA]
+        many, kept = [], []
+        for i in live:
+            good = rng.choice([1, 1, 2, 3, GAMMA + 1])
+            right = truth[i][at[i] : at[i] + good]
+            wrong = [rng.randrange(4, 128) for _ in range(GAMMA + 1 - good)]
+            many.append((i, at[i], right + wrong))
+            kept.append(good)
+            begun.add(at[i] % 8)
+        for (i, start, _), good, got in zip(many, kept, fed.feed(many), strict=True):
+            torch.testing.assert_close(got[:good], want[i][start : start + good], **TOLERANCE)
+            at[i] += good
+    assert begun == set(range(8))
+
+
+def test_drafts_are_what_the_checkpoint_means(folder: Path, reference: PlainTarget) -> None:
+    """Every draft and confidence of every round, from a definition that keeps nothing."""
+    many = requests(prompts(4, seed=4, longest=30), max_tokens=20)
+    plain = outputs(make_engine(folder), many)
+    for request in many[:2]:
+        ids = list(request.prompt_token_ids)
+        assert reference.greedy(ids, 20) == list(plain[request.request_id])
+    engine = make_engine(folder, folder, max_num_seqs=3, max_num_batched_tokens=13)
+    seen = record_drafts(engine)
+    teach(engine, plain, 0.7)
+    assert outputs(engine, many) == plain
+    assert engine.stats.acceptance_length > 1.8
+    dense = PlainV4Draft(folder, reference)
+    assert len(seen) >= 12
+    for tokens, ids, confidence in seen[::3]:
+        drafts, logits = dense.draft(tokens)
+        assert ids == drafts
+        torch.testing.assert_close(confidence, torch.tensor(logits), atol=2e-4, rtol=2e-4)
+
+
+def test_preempted_requests_begin_again(folder: Path) -> None:
+    """Rings are their rows': what another request left there is never read."""
+    many = requests(prompts(6, seed=7), max_tokens=20)
+    want = outputs(make_engine(folder), many)
+    limits = {"max_num_seqs": 5, "max_model_len": 80, "kv_cache_memory_bytes": _memory(folder)}
+    small = make_engine(folder, folder, **limits)
+    teach(small, want, 0.5)
+    assert outputs(small, many) == want
+    assert small.stats.preemptions > 0
+    assert small.stats.cached_tokens == 0
+
+
+def _memory(folder: Path) -> int:
+    """Memory for the rings of 5 requests, and blocks for two or three of them."""
+    config = EngineConfig(model=str(folder), draft=str(folder), device="cpu", kv_block_size=8)
+    plan, _ = worker.plan_checkpoints(config)
+    blocks = 20 * worker.bytes_of_block(config, plan, AT)
+    return worker.bytes_of_rows(plan, 5, AT) + blocks
+
+
+FIXTURES = Path(os.environ.get("DSPARK_FIXTURES", Path(__file__).parents[3] / "shared/fixtures"))
+GOLDEN = FIXTURES / "deepseek_v4"
+needs_fixtures = pytest.mark.skipif(
+    not GOLDEN.is_dir(), reason=f"no {GOLDEN}; set DSPARK_FIXTURES to where the files are"
+)
+
+
+@needs_fixtures
+def test_golden_logits() -> None:
+    """Two sequences of a checkpoint that transformers 5.23 saved, in one batch and in chunks."""
+    golden = torch.load(GOLDEN / "tiny_checkpoint" / "golden.pt")
+    network, ids = load(GOLDEN / "tiny_checkpoint"), golden["input_ids"].tolist()
+    for sizes in ((137,), (1, 2, 6, 11, 30, 20, 7, 60)):
+        fed, at = Fed(network, 2, 137, 6), 0
+        for n in sizes:
+            got = fed.feed([(i, at, ids[i][at : at + n]) for i in range(2)])
+            for i in range(2):
+                torch.testing.assert_close(got[i], golden["logits"][i, at : at + n], **TOLERANCE)
+            at += n
+        assert at == 137
+
+
+@needs_fixtures
+def test_the_drafter_of_the_reference(folder: Path) -> None:
+    """Another hand's definition of the drafter, on this checkpoint's weights."""
+    sys.path.insert(0, str(GOLDEN))
+    try:
+        ref_v4 = importlib.import_module("ref_v4")
+    finally:
+        sys.path.remove(str(GOLDEN))
+    target = PlainTarget(folder)
+    weights = {n.removeprefix("mtp."): t for n, t in read_tensors(folder).items() if "mtp." in n}
+    ref = ref_v4.from_hf(target.model, 200)
+    stages = [reference_stage(weights, f"{k}.") for k in range(STAGES)]
+    last = f"{STAGES - 1}."
+    head = {
+        "main_proj": weights["0.main_proj.weight"],
+        "main_norm": weights["0.main_norm.weight"],
+        "norm": weights[f"{last}norm.weight"],
+        "w1": weights[f"{last}markov_head.markov_w1.weight"],
+        "w2": weights[f"{last}markov_head.markov_w2.weight"],
+        "conf": weights[f"{last}confidence_head.proj.weight"],
+        "hc_head": {n: weights[f"{last}hc_head_{n}"] for n in ("fn", "base", "scale")},
+    }
+    engine = make_engine(folder, folder)
+    seen = record_drafts(engine)
+    outputs(engine, requests(prompts(2, seed=8, longest=30), max_tokens=6))
+    for tokens, ids, confidence in seen[::2]:
+        draft = ref_v4.DSparkRef(
+            target.model.config, stages, head, ref.top, 200, GAMMA, MASK, False
+        )
+        ref.reset()
+        with torch.no_grad():
+            _, taps = ref.forward(tokens[:-1], 0, TAPS)
+            draft.write_context(taps, 0)
+            drafts, chances = draft.draft(tokens[-1], len(tokens) - 1)
+        assert ids == drafts
+        assert confidence is not None
+        torch.testing.assert_close(confidence.sigmoid(), torch.tensor(chances), atol=1e-4, rtol=0.0)
+
+
+def reference_stage(w: dict[str, torch.Tensor], k: str) -> dict[str, Any]:
+    """A stage as `ref_v4` names it."""
+    names = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "q_norm", "kv_norm")
+    experts = [f"{k}ffn.experts.{e}." for e in range(8)]
+    gate_up = [torch.cat((w[e + "w1.weight"], w[e + "w3.weight"])) for e in experts]
+    return {
+        **{n: w[f"{k}attn.{n}.weight"] for n in names},
+        "sink": w[f"{k}attn.attn_sink"],
+        **{f"{n}_norm": w[f"{k}{n}_norm.weight"] for n in ("attn", "ffn")},
+        **{
+            f"hc_{n}": {x: w[f"{k}hc_{n}_{x}"] for x in ("fn", "base", "scale")}
+            for n in ("attn", "ffn")
+        },
+        "moe": {
+            "gate": w[f"{k}ffn.gate.weight"],
+            "bias": w[f"{k}ffn.gate.bias"],
+            "gate_up": torch.stack(gate_up),
+            "down": torch.stack([w[e + "w2.weight"] for e in experts]),
+            "sg": w[f"{k}ffn.shared_experts.w1.weight"],
+            "su": w[f"{k}ffn.shared_experts.w3.weight"],
+            "sd": w[f"{k}ffn.shared_experts.w2.weight"],
+        },
+    }

@@ -1,0 +1,344 @@
+"""Tiny random DeepSeek-V4 checkpoints, with a drafter, in every spelling; and slow definitions.
+
+    folder = write_deepseek_v4(tmp_path / "v4")                   # as transformers saves it
+    folder = write_deepseek_v4(tmp_path / "v4", names="released")
+
+One window, two sparse and one heavy layer, window 8, entries of 4 and 8 tokens, of which 3 are
+chosen, 4 streams, 8 experts of which 2 work, the first layer hashed; a drafter of two stages, gamma
+4, that taps after layers 1 and 3. The target is transformers' own class, so that it is the
+reference too. What that initialises to zeros or ones is drawn anew, and limits are small enough to
+bite.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.helpers.checkpoints import read_tensors, write_tokenizer
+from tests.helpers.drafts import BOS, EOS, MASK
+
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+KINDS = ("sliding_attention", SPARSE, HEAVY, SPARSE)
+RATIOS = {"sliding_attention": 0, SPARSE: 4, HEAVY: 128}
+WINDOW, GAMMA, STAGES, TAPS, RANK = 8, 4, 2, (1, 3), 6
+
+
+def write_deepseek_v4(
+    folder: Path,
+    *,
+    names: str = "saved",
+    kinds: Sequence[str] = KINDS,
+    heavy: int = 8,
+    draft: bool = True,
+    confidence: bool = True,
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a target and, in the same file, its drafter.
+
+    Args:
+        folder: Created.
+        names: "saved" as save_pretrained does, "memory" as transformers holds them, or "released",
+            which also writes config.json the released way.
+        kinds: Layers, as transformers calls them.
+        heavy: Tokens to an entry of a heavy layer; released checkpoints have 128.
+        draft: With a drafter?
+        confidence: With its confidence head?
+        config: Merged into config.json at the end.
+        seed: Of all weights.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = _random_target(tuple(kinds), heavy, seed)
+    memory = {n: t.clone() for n, t in model.state_dict().items() if "inv_freq" not in n}
+    model.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    tensors = read_tensors(folder)
+    if names == "memory":
+        tensors = memory
+    elif names == "released":
+        tensors = {_released(name): tensor for name, tensor in tensors.items()}
+        values = _released_config(values, tuple(kinds), heavy)
+    if draft:
+        tensors |= draft_tensors(model.config, confidence=confidence, seed=seed + 1)
+        values |= {
+            "dspark_block_size": GAMMA,
+            "dspark_noise_token_id": MASK,
+            "dspark_target_layer_ids": list(TAPS),
+            "dspark_markov_rank": RANK,
+        }
+    (folder / "config.json").write_text(json.dumps({**values, **(config or {})}, indent=1))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder)
+    return folder
+
+
+def _random_target(kinds: tuple[str, ...], heavy: int, seed: int) -> Any:
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    made = DeepseekV4Config(
+        vocab_size=128,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=len(kinds),
+        num_attention_heads=4,
+        head_dim=16,
+        partial_rotary_factor=0.5,
+        q_lora_rank=24,
+        o_groups=4,
+        o_lora_rank=8,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        swiglu_limit=0.8,
+        layer_types=list(kinds),
+        compress_rates={SPARSE: 4, HEAVY: heavy},
+        mlp_layer_types=["hash_moe"] + ["moe"] * (len(kinds) - 1),
+        sliding_window=WINDOW,
+        # scores of few heads are often exactly 0 after the ReLU, and ties are anyone's choice
+        index_n_heads=16,
+        index_head_dim=16,
+        index_topk=3,
+        max_position_embeddings=512,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        num_nextn_predict_layers=0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    )
+    made._experts_implementation = made._attn_implementation = "eager"
+    model = DeepseekV4ForCausalLM(made).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            if "tid2eid" in name:
+                order = torch.rand(x.shape[0], 8, generator=generator).argsort(dim=1)
+                x.copy_(order[:, : x.shape[1]])
+            elif "inv_freq" not in name:
+                x.copy_(_drawn(name, tuple(x.shape), generator))
+    model.generation_config.eos_token_id = EOS
+    return model
+
+
+def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Of a size that keeps activations near 1 and uses every part."""
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        return 1.0 + 0.2 * noise
+    if name.endswith("scale"):
+        return 0.8 + 0.2 * noise
+    if "embed" in name or "sink" in name or ("w1.weight" in name and "markov" in name):
+        return noise
+    if name.endswith(("base", "bias", "ape")):
+        return 0.4 * noise
+    return 1.2 * noise * shape[-1] ** -0.5
+
+
+def draft_tensors(config: Any, *, confidence: bool, seed: int) -> dict[str, torch.Tensor]:
+    """A random drafter by its released names."""
+    h, d, heads, s = config.hidden_size, config.head_dim, config.num_attention_heads, config.hc_mult
+    e, i, low = config.n_routed_experts, config.moe_intermediate_size, config.q_lora_rank
+    groups, rank = config.o_groups, config.o_lora_rank
+    shapes: dict[str, tuple[int, ...]] = {
+        "0.main_proj.weight": (h, len(TAPS) * h),
+        "0.main_norm.weight": (h,),
+    }
+    for k in range(STAGES):
+        block = {
+            "attn.wq_a.weight": (low, h),
+            "attn.wq_b.weight": (heads * d, low),
+            "attn.wkv.weight": (d, h),
+            "attn.wo_a.weight": (groups * rank, heads * d // groups),
+            "attn.wo_b.weight": (h, groups * rank),
+            "attn.q_norm.weight": (low,),
+            "attn.kv_norm.weight": (d,),
+            "attn.attn_sink": (heads,),
+            "attn_norm.weight": (h,),
+            "ffn_norm.weight": (h,),
+            "ffn.gate.weight": (e, h),
+            "ffn.gate.bias": (e,),
+        }
+        for part in ("attn", "ffn"):
+            block[f"hc_{part}_fn"] = (s * (s + 2), s * h)
+            block[f"hc_{part}_base"] = (s * (s + 2),)
+            block[f"hc_{part}_scale"] = (3,)
+        for expert in [*(f"experts.{j}" for j in range(e)), "shared_experts"]:
+            for n, shape in (("w1", (i, h)), ("w2", (h, i)), ("w3", (i, h))):
+                block[f"ffn.{expert}.{n}.weight"] = shape
+        shapes |= {f"{k}.{name}": shape for name, shape in block.items()}
+    last = STAGES - 1
+    shapes |= {
+        f"{last}.norm.weight": (h,),
+        f"{last}.hc_head_fn": (s, s * h),
+        f"{last}.hc_head_base": (s,),
+        f"{last}.hc_head_scale": (1,),
+        f"{last}.markov_head.markov_w1.weight": (config.vocab_size, RANK),
+        f"{last}.markov_head.markov_w2.weight": (config.vocab_size, RANK),
+    }
+    if confidence:
+        shapes[f"{last}.confidence_head.proj.weight"] = (1, h + RANK)
+    generator = torch.Generator().manual_seed(seed)
+    return {f"mtp.{n}": _drawn(n, shape, generator) for n, shape in shapes.items()}
+
+
+def _released(name: str) -> str:
+    """The released name of a saved one."""
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_")
+    if name.endswith(".attn.norm.weight"):
+        return name.replace(".attn.norm.", ".attn.kv_norm.")
+    return {"embed_tokens.weight": "embed.weight"}.get(name, name)
+
+
+def _released_config(values: dict[str, Any], kinds: tuple[str, ...], heavy: int) -> dict[str, Any]:
+    """As released: numbers a layer, past the last one those of the drafter; flat rope."""
+    assert heavy == 128, "the released spelling knows one ratio of heavy layers"
+    gone = ("layer_types", "compress_rates", "mlp_layer_types", "rope_parameters")
+    kept = {k: v for k, v in values.items() if k not in (*gone, "partial_rotary_factor")}
+    return kept | {
+        "compress_ratios": [*(RATIOS[kind] for kind in kinds), *[0] * STAGES],
+        "num_hash_layers": 1,
+        "qk_rope_head_dim": 8,
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    }
+
+
+# ---- the drafter, defined once more: float64, one block at a time, nothing kept --------------
+
+
+class PlainV4Draft:
+    """What a draft block computes, from the target's streams of all tokens before the anchor."""
+
+    def __init__(self, folder: Path, target: Any) -> None:
+        """Read the weights; `target` is a PlainTarget."""
+        self.target = target
+        config = target.model.config
+        self.config = config
+        self.w = {
+            n.removeprefix("mtp."): t.double()
+            for n, t in read_tensors(folder).items()
+            if n.startswith("mtp.")
+        }
+        state = target.model.state_dict()
+        self.embed = state["model.embed_tokens.weight"].double()
+        self.head = state["lm_head.weight"].double()
+
+    def draft(self, tokens: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Drafts and confidence logits after `tokens`, the last of which is the anchor."""
+        w, last, first = self.w, f"{STAGES - 1}.", len(tokens) - 1
+        states, _ = self.target.states(tokens)
+        taps = torch.cat([states[k + 1][:first].double().mean(dim=1) for k in TAPS], dim=1)
+        context = self._norm(taps @ w["0.main_proj.weight"].T, w["0.main_norm.weight"])
+        ids = torch.tensor([tokens[-1], *[MASK] * (GAMMA - 1)])
+        streams = self.embed[ids][:, None].repeat(1, 4, 1)
+        for k in range(STAGES):
+            streams = self._stage(f"{k}.", streams, context, first)
+        mix = [w[f"{last}hc_head_{n}"] for n in ("fn", "base", "scale")]
+        pre = torch.sigmoid(self._dots(streams, mix[0]) * mix[2] + mix[1]) + self.config.hc_eps
+        hidden = torch.einsum("ts,tsh->th", pre, streams)
+        base = self._norm(hidden, w[f"{last}norm.weight"]) @ self.head.T
+        drafts, confidences, before = [], [], tokens[-1]
+        for k in range(GAMMA):
+            e = w[f"{last}markov_head.markov_w1.weight"][before]
+            logits = base[k] + w[f"{last}markov_head.markov_w2.weight"] @ e
+            if f"{last}confidence_head.proj.weight" in w:
+                row = w[f"{last}confidence_head.proj.weight"][0]
+                confidences.append(float(row @ torch.cat((hidden[k], e))))
+            before = int(logits.argmax())
+            drafts.append(before)
+        return drafts, confidences
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt() * weight
+
+    def _dots(self, streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
+        return self._norm(streams.flatten(1), 1.0) @ fn.T
+
+    def _turn(self, x: torch.Tensor, first: int, sign: int) -> torch.Tensor:
+        """As complex numbers: channel pairs times e^(i angle)."""
+        angle = torch.arange(first, first + len(x)).double()[:, None] * self._frequencies()
+        turn = torch.polar(torch.ones_like(angle), sign * angle)
+        pairs = torch.view_as_complex(x[..., -8:].reshape(*x.shape[:-1], 4, 2).contiguous())
+        turn = turn if x.ndim == 2 else turn[:, None]
+        return torch.cat((x[..., :-8], torch.view_as_real(pairs * turn).flatten(-2)), dim=-1)
+
+    @staticmethod
+    def _frequencies() -> torch.Tensor:
+        return torch.tensor([10000.0 ** (-i / 4) for i in range(4)]).double()
+
+    def _stage(
+        self, k: str, streams: torch.Tensor, context: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        for part, norm in (("attn", "attn_norm"), ("ffn", "ffn_norm")):
+            pre, post, comb = self._mix(streams, f"{k}hc_{part}_")
+            x = self._norm(torch.einsum("ts,tsh->th", pre, streams), self.w[f"{k}{norm}.weight"])
+            y = self._attend(k, x, context, first) if part == "attn" else self._experts(k, x)
+            mixed = torch.einsum("tij,tih->tjh", comb, streams)
+            streams = torch.einsum("tj,th->tjh", post, y) + mixed
+        return streams
+
+    def _mix(self, streams: torch.Tensor, prefix: str) -> tuple[torch.Tensor, ...]:
+        fn, base, scale = (self.w[prefix + n] for n in ("fn", "base", "scale"))
+        m, eps = self._dots(streams, fn), self.config.hc_eps
+        pre = torch.sigmoid(m[:, :4] * scale[0] + base[:4]) + eps
+        post = 2 * torch.sigmoid(m[:, 4:8] * scale[1] + base[4:8])
+        comb = torch.softmax((m[:, 8:] * scale[2] + base[8:]).reshape(-1, 4, 4), -1) + eps
+        for turn in range(2 * self.config.hc_sinkhorn_iters - 1):
+            comb = comb / (comb.sum(1 + turn % 2, keepdim=True) + eps)
+        return pre, post, comb
+
+    def _attend(self, k: str, x: torch.Tensor, context: torch.Tensor, first: int) -> torch.Tensor:
+        w, d = self.w, self.config.head_dim
+
+        def keys(rows: torch.Tensor, at: int) -> torch.Tensor:
+            kv = self._norm(rows @ w[f"{k}attn.wkv.weight"].T, w[f"{k}attn.kv_norm.weight"])
+            return self._turn(kv, at, 1)
+
+        low = self._norm(x @ w[f"{k}attn.wq_a.weight"].T, w[f"{k}attn.q_norm.weight"])
+        q = self._norm((low @ w[f"{k}attn.wq_b.weight"].T).view(len(x), -1, d), 1.0)
+        q = self._turn(q, first, 1)
+        seen = torch.cat((keys(context, 0)[-WINDOW:], keys(x, first)))
+        scores = torch.einsum("qhd,kd->qhk", q, seen) / math.sqrt(d)
+        sinks = w[f"{k}attn.attn_sink"]
+        weights = scores.exp() / (scores.exp().sum(-1) + sinks.exp())[..., None]
+        out = self._turn(torch.einsum("qhk,kd->qhd", weights, seen), first, -1)
+        groups = out.reshape(len(x), self.config.o_groups, -1)
+        wo_a = w[f"{k}attn.wo_a.weight"].view(self.config.o_groups, self.config.o_lora_rank, -1)
+        return torch.einsum("tgi,goi->tgo", groups, wo_a).flatten(1) @ w[f"{k}attn.wo_b.weight"].T
+
+    def _experts(self, k: str, x: torch.Tensor) -> torch.Tensor:
+        w, c = self.w, self.config
+        scores = torch.log1p((x @ w[f"{k}ffn.gate.weight"].T).exp()).sqrt()
+        out = []
+        for row, score in zip(x, scores, strict=True):
+            best = (score + w[f"{k}ffn.gate.bias"]).topk(c.num_experts_per_tok).indices.tolist()
+            total = sum(score[e] for e in best)
+            y = self._expert(f"{k}ffn.shared_experts.", row)
+            for e in best:
+                share = score[e] / total * c.routed_scaling_factor
+                y = y + share * self._expert(f"{k}ffn.experts.{e}.", row)
+            out.append(y)
+        return torch.stack(out)
+
+    def _expert(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        w, limit = self.w, self.config.swiglu_limit
+        gate = (w[f"{prefix}w1.weight"] @ x).clamp(max=limit)
+        up = (w[f"{prefix}w3.weight"] @ x).clamp(-limit, limit)
+        return w[f"{prefix}w2.weight"] @ (gate / (1 + (-gate).exp()) * up)
