@@ -1,6 +1,7 @@
 """What `dspark inspect` tells of a DeepSeek-V4 checkpoint: layers, what is kept, how many GPUs."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,20 @@ class _Scales(Outline):
     ) -> torch.Tensor:
         """As `Outline.take`."""
         x = super().take(name, shape, dtype=dtype, device=device, part=part)
+        self.nbytes += x.nbytes
+        return x
+
+    def take_raw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        stored: Mapping[str, torch.dtype],
+        device: torch.device | str,
+        part: Part | None = None,
+    ) -> torch.Tensor:
+        """As `Outline.take_raw`."""
+        x = super().take_raw(name, shape, stored=stored, device=device, part=part)
         self.nbytes += x.nbytes
         return x
 

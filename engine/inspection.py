@@ -152,10 +152,19 @@ def _files(found: _Found) -> dict[str, Any]:
         "path": str(found.folder),
         "files": len({header.file for header in headers}),
         "tensors": len(headers),
-        "parameters": sum(h.numel for h in headers if h.dtype in _FLOATS),
+        "parameters": sum(_parameters(name, found.headers) for name in found.headers),
         "file_bytes": sum(header.nbytes for header in headers),
         "stored_dtype": stored_dtype(found.headers),
     }
+
+
+def _parameters(name: str, headers: dict[str, TensorHeader]) -> int:
+    """Numbers of a tensor; two in a byte where four bits are one, and none in what scales them."""
+    header = headers[name]
+    if name.endswith(".weight") and name.removesuffix("weight") + "scale" in headers:
+        return header.numel * (1 if header.dtype.startswith("F8") else 2)
+    is_scale = name.endswith(".scale") and name.removesuffix("scale") + "weight" in headers
+    return header.numel if header.dtype in _FLOATS and not is_scale else 0
 
 
 def _shared(target: _Found | None, draft: _Found | None) -> dict[str, str]:

@@ -10,8 +10,8 @@ from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4_layers import RopeTables, V4Block, V4Step, take_mix
-from engine.models.deepseek_v4_names import V4Weights
 from engine.models.deepseek_v4_spec import V4TargetSpec
+from engine.models.deepseek_v4_weights import V4Weights
 from engine.models.layers import Embedding, Stream
 
 

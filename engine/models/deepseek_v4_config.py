@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.config_reader import ConfigFields, read_json
-from engine.models.decoder_config import architecture_of, parse_dtype, parse_eos, refuse_quantised
+from engine.models.decoder_config import architecture_of, parse_dtype, parse_eos
 from engine.models.deepseek_v4_spec import (
     ExpertsSpec,
     HyperSpec,
@@ -32,6 +32,8 @@ _KINDS: dict[str, LayerKind] = {
 }
 _RATIOS: dict[int, LayerKind] = {0: "window", 4: "sparse", 128: "heavy"}
 _SPARSE_RATIO, _HEAVY_RATIO = 4, 128
+FP8_BLOCK = 128
+"""Rows and columns that share a scale; V4.1 has fewer."""
 
 # Written by released configs and by transformers; none changes what the target computes.
 _INERT = """
@@ -61,8 +63,7 @@ def parse_deepseek_v4(folder: Path) -> V4TargetSpec:
     fields = ConfigFields(read_json(where), str(where))
     architecture_of(fields)
     fields.expect("model_type", MODEL_TYPE, _HINT)
-    refuse_quantised(fields)
-    fields.raw("expert_dtype")  # of packed experts, whose tensors say so
+    packed = _check_quantised(fields)
     vocab_size = fields.integer("vocab_size")
     fields.expect("tie_word_embeddings", False, _HINT)
     spec = V4TargetSpec(
@@ -72,10 +73,34 @@ def parse_deepseek_v4(folder: Path) -> V4TargetSpec:
         max_position=fields.integer("max_position_embeddings"),
         eos_token_ids=parse_eos(folder, fields, vocab_size),
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
-        dtype=parse_dtype(fields, folder),
+        dtype="bfloat16" if packed and not _says_dtype(fields) else parse_dtype(fields, folder),
     )
     fields.finish(also_inert=_INERT.split())
     return spec
+
+
+def _check_quantised(fields: ConfigFields) -> bool:
+    """Are weights packed, in the one way that is served? Which tensors are, they say themselves.
+
+    [ckpt] The published recipe rounds activations to fp8, too (`activation_scheme`); here they stay
+    as they are, which is closer to the trained network.
+    """
+    fields.raw("expert_dtype")  # as the experts' tensors say
+    found = fields.raw("quantization_config")
+    if not found:
+        return False
+    if not isinstance(found, dict):
+        raise fields.error("quantization_config", f"must be an object, got {found!r}")
+    inner = ConfigFields(found, f"{fields.where}: quantization_config")
+    inner.expect("quant_method", "fp8", _HINT)
+    inner.expect("weight_block_size", [FP8_BLOCK, FP8_BLOCK], _HINT + "; V4.1 is not served")
+    inner.expect("fmt", "e4m3", _HINT)
+    inner.finish(also_inert=("activation_scheme", "scale_fmt", "expert_dtype"))
+    return True
+
+
+def _says_dtype(fields: ConfigFields) -> bool:
+    return "dtype" in fields or "torch_dtype" in fields
 
 
 def parse_v4_layers(fields: ConfigFields) -> V4Layers:

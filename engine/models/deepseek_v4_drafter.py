@@ -18,8 +18,8 @@ from engine.kernels.sampling import SamplingRows
 from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4 import DeepseekV4, spread
 from engine.models.deepseek_v4_layers import RopeTables, V4Block, V4Step, take_mix
-from engine.models.deepseek_v4_names import V4Weights
 from engine.models.deepseek_v4_spec import V4DraftSpec
+from engine.models.deepseek_v4_weights import V4Weights
 
 
 class V4Drafter:
@@ -42,11 +42,11 @@ class V4Drafter:
         layers, h = spec.layers, spec.layers.hidden_size
         stages = range(layers.num_layers)
         last = f"mtp.{stages[-1]}."
-        self.fc = Linear(weights.take("mtp.0.main_proj.weight", h, len(spec.taps) * h))
+        self.fc = weights.matrix(["mtp.0.main_proj"], [h], len(spec.taps) * h)
         self.context_norm = weights.take("mtp.0.main_norm.weight", h)
         self.layers = [V4Block(layers, i, weights, f"mtp.{i}.", spec.vocab_size) for i in stages]
-        keys = [weights.take(f"mtp.{i}.attn.wkv.weight", layers.head_dim, h) for i in stages]
-        self.context_kv = Linear(torch.cat(keys))
+        keys = [f"mtp.{i}.attn.wkv" for i in stages]
+        self.context_kv = weights.matrix(keys, [layers.head_dim] * len(keys), h)
         self.head_mix = take_mix(layers, weights, f"{last}hc_head_", head=True)
         self.norm = weights.take(f"{last}norm.weight", h)
         self.embedding, self.lm_head = target.embedding, target.lm_head

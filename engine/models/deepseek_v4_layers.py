@@ -7,6 +7,7 @@ import torch
 
 from engine.kernels.compress import compress
 from engine.kernels.cut_silu import cut_silu
+from engine.kernels.experts import run_experts
 from engine.kernels.hc_collapse import hc_collapse
 from engine.kernels.hc_mix import MixWeights, hc_mix
 from engine.kernels.hc_post import hc_post
@@ -20,11 +21,8 @@ from engine.kernels.router import route
 from engine.kernels.select_entries import select_entries
 from engine.kernels.window_attention import window_attention
 from engine.kv.rolling import CompressorShape, LayerShape, LayerState, RollingState
-from engine.models.deepseek_v4_names import V4Weights
 from engine.models.deepseek_v4_spec import V4Layers, YarnRope
-
-_GATE_UP = ("w1", "w3")
-"""Of an expert, as released; w2 is the way down."""
+from engine.models.deepseek_v4_weights import V4Weights
 
 
 def layer_shapes(spec: V4Layers) -> tuple[LayerShape, ...]:
@@ -116,7 +114,7 @@ class Indexer:
     def __init__(self, spec: V4Layers, weights: V4Weights, prefix: str) -> None:
         heads, width = spec.indexer.num_heads, spec.indexer.head_dim
         self.spec = spec.indexer
-        self.q = Linear(weights.take(f"{prefix}wq_b.weight", heads * width, spec.q_rank))
+        self.q = weights.matrix([f"{prefix}wq_b"], [heads * width], spec.q_rank)
         self.weigh = Linear(weights.take(f"{prefix}weights_proj.weight", heads, spec.hidden_size))
         shape = CompressorShape(spec.sparse_ratio, 2, width)
         self.compressor = Compressor(shape, spec.hidden_size, weights, f"{prefix}compressor.")
@@ -142,23 +140,17 @@ class V4Attention:
         self.heads, self.groups = spec.num_heads // size, spec.o_groups // size
         rows, low = spec.num_heads * d, spec.o_groups * spec.o_rank
 
-        def take(name: str, *shape: int, dim: int | None = None) -> torch.Tensor:
-            part = None if dim is None else at.share.even(shape[dim], dim)
-            return weights.take(prefix + name, *shape, part=part)
-
-        self.low = Linear(
-            torch.cat((take("wq_a.weight", spec.q_rank, h), take("wkv.weight", d, h)))
-        )
-        self.q = Linear(take("wq_b.weight", rows, spec.q_rank, dim=0))
-        self.q_norm = take("q_norm.weight", spec.q_rank)
-        self.kv_norm = take("kv_norm.weight", d)
+        low_names = [f"{prefix}wq_a", f"{prefix}wkv"]
+        self.low = weights.matrix(low_names, [spec.q_rank, d], h)
+        self.q = weights.matrix([f"{prefix}wq_b"], [rows], spec.q_rank, dim=0)
+        self.q_norm = weights.take(f"{prefix}q_norm.weight", spec.q_rank)
+        self.kv_norm = weights.take(f"{prefix}kv_norm.weight", d)
         self.one = torch.ones(d, dtype=at.dtype, device=at.device)
         dealt = at.share.even(spec.num_heads, dim=0)
         self.sinks = weights.wide(f"{prefix}attn_sink", spec.num_heads, part=dealt)
         wide = rows // spec.o_groups
-        grouped = take("wo_a.weight", low, wide, dim=0)
-        self.o_low = GroupedLinear(grouped.view(self.groups, spec.o_rank, wide))
-        self.o = Linear(take("wo_b.weight", h, low, dim=1))
+        self.o_low = weights.grouped(f"{prefix}wo_a", spec.o_groups, spec.o_rank, wide)
+        self.o = weights.matrix([f"{prefix}wo_b"], [h], low, dim=1)
         self.compressor = self.indexer = None
         shape = layer_shapes(spec)[layer].compressed
         if shape is not None:
@@ -193,7 +185,8 @@ class V4Attention:
         )
         # values carry their keys' rotation: turned back at the query, its distance is left
         out = pair_rope(out, turns, inverse=True).reshape(len(x), self.groups, -1)
-        return self.ranks.all_reduce(self.o(self.o_low(out).flatten(1)))
+        low = [f(out[:, g].contiguous()) for g, f in enumerate(self.o_low)]
+        return self.ranks.all_reduce(self.o(torch.cat(low, dim=1)))
 
     def _compress(
         self, x: torch.Tensor, q_low: torch.Tensor, step: V4Step, state: LayerState
@@ -213,23 +206,6 @@ class V4Attention:
         pairs = compressor(x, step.positions, state)
         eps, rope = self.spec.norm_eps, step.ropes.compressed
         compress(pairs, state, compressor.norm, eps, rope, step.batch)
-
-
-class GroupedLinear:
-    """A matrix for each group of channels."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        """Take over `weight` [G, out, in]."""
-        self._weight = weight
-        # on a CPU a matrix by itself gives a row the same bits in any batch
-        self._each = None if weight.is_cuda else [Linear(w.contiguous()) for w in weight]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, G, in] to [T, G, out]."""
-        if self._each is not None:
-            parts = [f(x[:, g].contiguous()) for g, f in enumerate(self._each)]
-            return torch.stack(parts, dim=1)
-        return torch.bmm(x.transpose(0, 1), self._weight.transpose(1, 2)).transpose(0, 1)
 
 
 class V4Experts:
@@ -258,12 +234,11 @@ class V4Experts:
         dealt = share.even(e.num_experts, dim=0)
         self.first = 0 if dealt is None else dealt.start
         found = weights.experts(f"{prefix}experts.", e.num_experts, e.width, h, dealt)
-        self.routed = [(Linear(gate_up), Linear(down)) for gate_up, down in found]
-        shared, rows = f"{prefix}shared_experts.", share.even(e.width, dim=0)
-        gate_up = [weights.take(f"{shared}{n}.weight", e.width, h, part=rows) for n in _GATE_UP]
-        self.shared_in = Linear(torch.cat(gate_up))
-        columns = share.even(e.width, dim=1)
-        self.shared_out = Linear(weights.take(f"{shared}w2.weight", h, e.width, part=columns))
+        self.gate_up, self.down = found
+        shared = f"{prefix}shared_experts."
+        into = [f"{shared}w1", f"{shared}w3"]
+        self.shared_in = weights.matrix(into, [e.width, e.width], h, dim=0)
+        self.shared_out = weights.matrix([f"{shared}w2"], [h], e.width, dim=1)
 
     def __call__(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """[T, H] normed input to [T, H]."""
@@ -275,22 +250,13 @@ class V4Experts:
             per_token=self.spec.per_token,
             scale=self.spec.scale,
         )
-        routed = self._routed(x, experts, weights)
+        limit = self.spec.limit
+        routed = run_experts(
+            x, experts, weights, self.gate_up, self.down, first=self.first, limit=limit
+        )
         # [ckpt] transformers and both servers cut the shared expert, too
-        shared = self.shared_out(cut_silu(self.shared_in(x), self.spec.limit))
+        shared = self.shared_out(cut_silu(self.shared_in(x), limit))
         return self.ranks.all_reduce(routed + shared)
-
-    def _routed(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """This rank's experts' share of [T, H]: products by expert, sums in the tokens' order."""
-        parts = torch.zeros(*experts.shape, x.shape[1], dtype=torch.float32, device=x.device)
-        for i, (gate_up, down) in enumerate(self.routed):
-            token, place = (experts == self.first + i).nonzero(as_tuple=True)
-            if len(token):
-                out = down(cut_silu(gate_up(x[token]), self.spec.limit))
-                parts[token, place] = out.float() * weights[token, place, None]
-        return parts.sum(dim=1).to(x.dtype)
 
 
 class V4Block:
@@ -310,8 +276,9 @@ class V4Block:
 
     @property
     def products(self) -> tuple[Linear, ...]:
-        """Matrix products that every token takes."""
-        return self.attention.low, self.attention.q, self.attention.o, self.experts.shared_in
+        """Matrix products that every token takes, those that are not packed."""
+        taken = self.attention.low, self.attention.q, self.attention.o, self.experts.shared_in
+        return tuple(matrix for matrix in taken if isinstance(matrix, Linear))
 
     def __call__(self, streams: torch.Tensor, step: V4Step, state: LayerState) -> torch.Tensor:
         """[T, S, H] to [T, S, H]."""

@@ -6,12 +6,6 @@ with all experts of a layer in one tensor); and what transformers saves, the rel
 """
 
 import re
-from collections.abc import Callable
-
-import torch
-
-from engine.models.layers import Placement, Weights
-from engine.models.shard import Part
 
 _LAYER = (
     (r"attn_norm\.weight", "input_layernorm.weight"),
@@ -82,74 +76,3 @@ def _transformers_name(name: str) -> str | None:
             if match is not None and name[match.end() :] == ours:
                 return theirs + renamed
     return None
-
-
-class V4Weights:
-    """Tensors by released names, where a network is to have them.
-
-    Args:
-        weights: Where they come from.
-        has: Is there a tensor of this name?
-        at: Dtype, device and ranks of the network.
-    """
-
-    def __init__(self, weights: Weights, has: Callable[[str], bool], at: Placement) -> None:
-        self._weights = weights
-        self._has = has
-        self.at = at
-
-    def has(self, name: str) -> bool:
-        """Is there a tensor of this released name, in any spelling?"""
-        return any(self._has(each) for each in spellings(name))
-
-    def take(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
-        """A tensor in the network's dtype, checked against its whole shape, or a part of it."""
-        return self._take(name, shape, self.at.dtype, part)
-
-    def wide(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
-        """A tensor in float32, whatever the network's dtype is."""
-        return self._take(name, shape, torch.float32, part)
-
-    def whole(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor of integers, int64."""
-        return self._take(name, shape, torch.int64, None)
-
-    def experts(
-        self, prefix: str, count: int, width: int, hidden: int, part: Part | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Routed experts, each as gate over up [2I, H] and down [H, I].
-
-        Args:
-            prefix: Released, e.g. `layers.0.ffn.experts.`.
-            count: Experts of the layer.
-            width: I.
-            hidden: H.
-            part: Which of them; None: all. None are made up to fill its width.
-        """
-        first, stop = (0, count) if part is None else (part.start, part.stop)
-        joint = "model." + prefix.replace(".ffn.", ".mlp.")
-        if self._has(joint + "gate_up_proj"):
-            every = self.take(joint + "gate_up_proj", count, 2 * width, hidden, part=part)
-            downs = self.take(joint + "down_proj", count, hidden, width, part=part)
-            return [(every[i].clone(), downs[i].clone()) for i in range(stop - first)]
-        found = []
-        for e in range(count):
-            # experts of other ranks are checked, without being read
-            mine = None if first <= e < stop else Part(0, 0, 0, 0)
-            gate, down, up = (
-                self.take(f"{prefix}{e}.{name}.weight", *shape, part=mine)
-                for name, shape in (
-                    ("w1", (width, hidden)),
-                    ("w2", (hidden, width)),
-                    ("w3", (width, hidden)),
-                )
-            )
-            if mine is None:
-                found.append((torch.cat((gate, up)), down))
-        return found
-
-    def _take(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None
-    ) -> torch.Tensor:
-        written = next((each for each in spellings(name) if self._has(each)), name)
-        return self._weights.take(written, shape, dtype=dtype, device=self.at.device, part=part)

@@ -11,8 +11,8 @@ from engine.models.deepseek_v4 import DeepseekV4
 from engine.models.deepseek_v4_draft_config import of_drafter
 from engine.models.deepseek_v4_drafter import V4Drafter
 from engine.models.deepseek_v4_layers import layer_shapes
-from engine.models.deepseek_v4_names import V4Weights
 from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
+from engine.models.deepseek_v4_weights import V4Weights
 from engine.models.drafter import Drafter
 from engine.models.interface import AnyDraft, AnyTarget, Draft, State, Target
 from engine.models.layers import Placement

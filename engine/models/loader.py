@@ -1,6 +1,6 @@
 """Weights from safetensors, with a ledger: every tensor in the files is used, or it is an error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
@@ -73,6 +73,10 @@ class Checkpoint:
         """The shape of a tensor, from the header."""
         return self._header(name).shape
 
+    def stored(self, name: str) -> str:
+        """The dtype a tensor is stored in, as safetensors spells it."""
+        return self._header(name).dtype
+
     def take(
         self,
         name: str,
@@ -96,6 +100,45 @@ class Checkpoint:
         """
         file = self._check(name, shape, dtype)
         return self._deliver(name, _read(file, name, part), dtype, device)
+
+    def take_raw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        stored: Mapping[str, torch.dtype],
+        device: torch.device | str,
+        part: Part | None = None,
+    ) -> torch.Tensor:
+        """Read one tensor bit by bit: no number in it is converted.
+
+        Args:
+            name: Its name in the file.
+            shape: What the config says the whole tensor must be.
+            stored: By dtypes it may be stored in, what its bits are to be seen as.
+            device: Where it goes.
+            part: What to read of it; None reads all.
+
+        Raises:
+            CheckpointError: It is missing, or of another shape or dtype.
+        """
+        header = self._check_stored(name, shape, stored)
+        file = self._check(name, shape, None)
+        raw = _read(file, name, part).view(stored[header.dtype])
+        owned = raw.to(device=device, copy=True).contiguous()
+        self._mark(name)
+        return owned
+
+    def _check_stored(
+        self, name: str, shape: tuple[int, ...], stored: Mapping[str, torch.dtype]
+    ) -> TensorHeader:
+        header = self._check_header(name, shape, None)
+        if header.dtype not in stored:
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} must be {' or '.join(stored)}, got {header.dtype}",
+                "use a checkpoint in a format that is served",
+            )
+        return header
 
     def check_copy(self, name: str, of: str, part: Part | None = None) -> None:
         """Use up a tensor that must repeat another one, e.g. the lm_head of a tied target.
@@ -223,6 +266,21 @@ class Outline(Checkpoint):
         self._mark(name)
         held = shape if part is None else part.of(shape)
         return torch.empty(held, dtype=dtype, device="meta")
+
+    def take_raw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        stored: Mapping[str, torch.dtype],
+        device: torch.device | str,
+        part: Part | None = None,
+    ) -> torch.Tensor:
+        """Check and mark one tensor, and stand in for its bits."""
+        header = self._check_stored(name, shape, stored)
+        self._mark(name)
+        held = shape if part is None else part.of(shape)
+        return torch.empty(held, dtype=stored[header.dtype], device="meta")
 
 
 def _read(file: Any, name: str, part: Part | None) -> torch.Tensor:

@@ -222,7 +222,7 @@ def test_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, out, _ = inspect(capsys, folder, folder, "--max-num-seqs", 3, "--max-model-len", 100)
     assert code == 0
     assert "4: 1 window (see 8 tokens), 2 sparse (also 3 entries of 4 tokens), 1 heavy" in out
-    assert "8, 2 a token, 16 wide, and a shared one; looked up by token in 1 layers" in out
+    assert "8, 2 a token, 32 wide, and a shared one; looked up by token in 1 layers" in out
     assert "G = 4, anchor-first" in out
     assert "taps              h[2, 4] of 4 target layers" in out
     assert "Pair\n  fits" in out
@@ -238,3 +238,19 @@ def test_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ring = 4 * 13 * 16 + 2 * 13 * 4 * 32 + 13 * 2 * 16
     assert plan["kv_bytes_per_request"] == {"target": 4 * ring, "draft": 4 * 2 * 13 * 16}
     assert plan["kv_bytes"] == 3 * (100 * per_token + 4 * ring + 4 * 2 * 13 * 16)
+
+
+def test_deepseek_v4_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Packed weights are counted as they are held; two of fp4 are in a byte, scales are none."""
+    plain = write_deepseek_v4(tmp_path / "p", names="released", heavy=128)
+    packed = write_deepseek_v4(tmp_path / "q", names="released", heavy=128, packed="fp4")
+    found = {}
+    for folder in (plain, packed):
+        code, out, _ = inspect(capsys, folder, "--json", "--max-model-len", 64)
+        assert code == 0
+        found[folder] = json.loads(out)
+    assert found[plain]["target"]["parameters"] == found[packed]["target"]["parameters"]
+    size = [found[f]["memory"]["bfloat16"]["weight_bytes"]["target"] for f in (plain, packed)]
+    # 4 layers of 8 experts of 3 matrices of 32 x 32: 2 bytes each number, or 1/2 and a scale of 32
+    saved = 4 * 8 * 3 * 32 * 32 * (2 - 0.5 - 1 / 32)
+    assert size[0] - size[1] > saved

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from engine import EngineConfig, worker
+from engine.kernels.packed import Packed
 from engine.kernels.paged_attention import AttentionBatch, locate_kv
 from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4 import DeepseekV4
 from engine.models.deepseek_v4_layers import layer_shapes
-from engine.models.deepseek_v4_names import V4Weights
 from engine.models.deepseek_v4_spec import V4TargetSpec
+from engine.models.deepseek_v4_weights import V4Weights
 from engine.models.layers import Placement
 from engine.models.loader import Checkpoint
 from engine.models.target_config import parse_target
@@ -127,6 +128,23 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(got, want[at : at + count], **TOLERANCE)
         at += count
     assert at == 150
+
+
+@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+def test_packed_weights_are_their_numbers(tmp_path: Path, kind: str) -> None:
+    """fp8 attention and shared experts; fp4 experts, or fp8 ones with float32 scales."""
+    folder = write_deepseek_v4(tmp_path / "v4", names="released", heavy=128, packed=kind)
+    ids = [(11 * i * i + 5 * i) % 120 + 4 for i in range(60)]
+    want = PlainTarget(folder / "plain").states(ids)[1]
+    network = load(folder)
+    (got,) = Fed(network, 1, 60, GAMMA + 1).feed([(0, 0, ids)])
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    matrices = network.layers[1].experts.gate_up.weight
+    assert isinstance(matrices, Packed)
+    assert matrices.kind == kind
+    if kind == "fp4":  # and its drafter's, in the same round
+        many = requests(prompts(2, seed=9, longest=20), max_tokens=6)
+        assert outputs(make_engine(folder, folder), many) == outputs(make_engine(folder), many)
 
 
 def test_rejected_drafts_undo_nothing(folder: Path, reference: PlainTarget) -> None:

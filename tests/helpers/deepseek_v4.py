@@ -12,6 +12,8 @@ bite.
 
 import json
 import math
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from engine.kernels.packed import pack, unpack
 from tests.helpers.checkpoints import read_tensors, write_tokenizer
 from tests.helpers.drafts import BOS, EOS, MASK
 
@@ -36,6 +39,7 @@ def write_deepseek_v4(
     heavy: int = 8,
     draft: bool = True,
     confidence: bool = True,
+    packed: str | None = None,
     config: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
@@ -49,13 +53,16 @@ def write_deepseek_v4(
         heavy: Tokens to an entry of a heavy layer; released checkpoints have 128.
         draft: With a drafter?
         confidence: With its confidence head?
+        packed: "fp4" or "fp8" routed experts, the rest as released checkpoints have it; then
+            folder / "plain" has the same numbers unpacked, as transformers saves them.
         config: Merged into config.json at the end.
         seed: Of all weights.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = _random_target(tuple(kinds), heavy, seed)
+    # gate and up of fp8 experts lie in blocks of their own
+    model = _random_target(tuple(kinds), heavy, 128 if packed == "fp8" else 32, seed)
     memory = {n: t.clone() for n, t in model.state_dict().items() if "inv_freq" not in n}
     model.save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
@@ -65,6 +72,9 @@ def write_deepseek_v4(
     elif names == "released":
         tensors = {_released(name): tensor for name, tensor in tensors.items()}
         values = _released_config(values, tuple(kinds), heavy)
+    if packed:
+        assert names == "released"
+        values["quantization_config"] = QUANTISED
     if draft:
         tensors |= draft_tensors(model.config, confidence=confidence, seed=seed + 1)
         values |= {
@@ -73,19 +83,64 @@ def write_deepseek_v4(
             "dspark_target_layer_ids": list(TAPS),
             "dspark_markov_rank": RANK,
         }
+    if packed:
+        tensors = _packed(folder, tensors, packed)
     (folder / "config.json").write_text(json.dumps({**values, **(config or {})}, indent=1))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder)
     return folder
 
 
-def _random_target(kinds: tuple[str, ...], heavy: int, seed: int) -> Any:
+QUANTISED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+}
+_FP8 = re.compile(
+    r".*\.(attn\.w[qo]_[ab]|attn\.wkv|indexer\.wq_b|main_proj|shared_experts\.w\d)\.weight"
+)
+_EXPERT = re.compile(r".*\.ffn\.experts\.\d+\.w\d\.weight")
+
+
+def _packed(
+    folder: Path, tensors: dict[str, torch.Tensor], experts: str
+) -> dict[str, torch.Tensor]:
+    """Packed tensors; what they stand for goes to folder / "plain", the target's part of it."""
+    found, plain = dict(tensors), dict(tensors)
+    for name, x in tensors.items():
+        kind = experts if _EXPERT.fullmatch(name) else "fp8" if _FP8.fullmatch(name) else None
+        if kind is None:
+            continue
+        made = pack(x, kind, float_scale=experts == kind == "fp8" and "experts." in name)  # type: ignore[arg-type]
+        plain[name] = unpack(made)
+        scale = made.scale
+        if scale.dtype == torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        found[name] = made.weight.view(torch.int8) if kind == "fp4" else made.weight
+        found[name.removesuffix("weight") + "scale"] = scale
+    shutil.copytree(folder, folder / "plain", ignore=shutil.ignore_patterns("plain"))
+    saved = {_saved(n): x for n, x in plain.items() if not n.startswith("mtp.")}
+    save_file(saved, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    return found
+
+
+def _saved(name: str) -> str:
+    """The inverse of `_released`."""
+    name = name.replace("hc_head_", "hc_head.hc_").replace(".attn.kv_norm.", ".attn.norm.")
+    if name in ("head.weight", "embed.weight"):
+        return {"head.weight": name, "embed.weight": "model.embed_tokens.weight"}[name]
+    return f"model.{name}"
+
+
+def _random_target(kinds: tuple[str, ...], heavy: int, width: int, seed: int) -> Any:
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     made = DeepseekV4Config(
         vocab_size=128,
         hidden_size=32,
-        moe_intermediate_size=16,
+        moe_intermediate_size=width,
         num_hidden_layers=len(kinds),
         num_attention_heads=4,
         head_dim=16,

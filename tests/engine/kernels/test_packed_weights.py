@@ -1,0 +1,105 @@
+"""FP8 and FP4 weights: bits to numbers by the book, products against unpacked ones."""
+
+import math
+
+import pytest
+import torch
+
+from engine.kernels.packed import Packed, PackedKind, check_packed, e8m0, pack, unpack
+from engine.kernels.packed_linear import (
+    PackedLinear,
+    packed_linear,
+    packed_linear_ref,
+    packed_linear_triton,
+)
+from tests.helpers.close import assert_as_good_as
+from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton
+
+# the interpreter truncates to bfloat16 where a GPU rounds
+LOW = torch.float16 if INTERPRETED else torch.bfloat16
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def test_every_e8m0_byte_is_its_power_of_two() -> None:
+    found = e8m0(torch.arange(256, dtype=torch.uint8))
+    assert [float(v) for v in found[:255]] == [2.0 ** (b - 127) for b in range(255)]
+    assert math.isnan(float(found[255]))
+
+
+def test_the_lower_half_of_a_byte_comes_first() -> None:
+    """Sixteen codes: 0 to 6 and their negatives; a scale of 2^-3 for each 32 inputs."""
+    codes = torch.arange(32) % 16
+    byte = (codes[::2] | (codes[1::2] << 4)).to(torch.uint8)[None]
+    one = Packed("fp4", byte, torch.tensor([[124]], dtype=torch.uint8))
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    want = [v / 8 for v in [*magnitudes, *(-m for m in magnitudes)]] * 2
+    assert unpack(one)[0].tolist() == want
+
+
+def test_blocks_of_128_have_a_scale_each() -> None:
+    """Rows and columns that do not fill the last block."""
+    weight = torch.ones(130, 200).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[127, 128], [126, 129]], dtype=torch.uint8)
+    found = unpack(Packed("fp8", weight, scale))
+    assert found[127, 127] == 1.0
+    assert found[127, 128] == 2.0
+    assert found[128, 127] == 0.5
+    assert found[129, 199] == 4.0
+    same = unpack(Packed("fp8", weight, e8m0(scale)))
+    assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_packing_what_is_unpacked_changes_nothing(kind: PackedKind) -> None:
+    packed = pack(torch.randn(3, 150, 160), kind)
+    check_packed(packed)
+    again = pack(unpack(packed), kind)
+    assert torch.equal(unpack(again), unpack(packed))
+    error = unpack(packed[1]) - unpack(pack(unpack(packed[1]), kind))
+    assert not error.any()
+
+
+def test_packing_is_as_close_as_the_format() -> None:
+    x = torch.randn(256, 256)
+    for kind, floats, most in (("fp8", False, 0.04), ("fp8", True, 0.04), ("fp4", False, 0.2)):
+        found = unpack(pack(x, kind, float_scale=floats))  # type: ignore[arg-type]
+        assert (found - x).norm() / x.norm() < most
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["fp8", "fp8 float", "fp4"])
+@pytest.mark.parametrize(("rows", "shape"), [(1, (130, 256)), (19, (64, 160)), (40, (72, 96))])
+def test_products(rows: int, shape: tuple[int, int], kind: str) -> None:
+    packed = pack(torch.randn(shape), kind[:3], float_scale="float" in kind)  # type: ignore[arg-type]
+    packed = Packed(packed.kind, packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE))
+    x = torch.randn(rows, shape[1], device=KERNEL_DEVICE)
+    want = packed_linear_ref(x, packed)
+    torch.testing.assert_close(packed_linear_triton(x, packed), want, atol=2e-4, rtol=1e-5)
+    low = x.to(LOW)
+    exact, rounded = packed_linear_ref(low.float(), packed), packed_linear_ref(low, packed)
+    assert_as_good_as(packed_linear_triton(low, packed), exact, rounded)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_rows_have_the_same_bits_in_any_batch(kind: PackedKind) -> None:
+    """Tiles of other sizes add in the same order."""
+    packed = pack(torch.randn(96, 320), kind)
+    packed = Packed(packed.kind, packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE))
+    x = torch.randn(70, 320, device=KERNEL_DEVICE).to(LOW)
+    whole = packed_linear_triton(x, packed)
+    for rows in (1, 17, 40):
+        part = packed_linear_triton(x[:rows], packed)
+        torch.testing.assert_close(part, whole[:rows], atol=0, rtol=0)
+
+
+def test_wrong_shapes_are_named() -> None:
+    packed = pack(torch.randn(8, 64), "fp4")
+    with pytest.raises(ValueError, match="x: 32 columns, the matrix has 64"):
+        packed_linear(torch.randn(2, 32), packed)
+    with pytest.raises(ValueError, match=r"scale: expected \(8, 2\)"):
+        PackedLinear(Packed("fp4", packed.weight, packed.scale[:, :1]))
+    with pytest.raises(ValueError, match=r"weight: expected torch\.float8_e4m3fn"):
+        check_packed(Packed("fp8", packed.weight, packed.scale))
+    with pytest.raises(ValueError, match="48 inputs are not whole groups of 32"):
+        check_packed(Packed("fp4", torch.zeros(2, 24, dtype=torch.uint8), packed.scale))
