@@ -14,11 +14,20 @@ Tokens are kept by place in a ring, entries in KV blocks: see `engine.kernels.ro
 
 import torch
 
+from engine.kernels.compress_triton import close_windows
 from engine.kernels.contract import Dims
 from engine.kernels.norms import rms_norm_ref
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.pair_rope import pair_rope_ref
-from engine.kernels.rolling import CompressedState, Span, ring_read, ring_write, spans
+from engine.kernels.rolling import (
+    CompressedState,
+    Span,
+    TokenPlaces,
+    ring_read,
+    ring_store,
+    ring_write,
+    spans,
+)
 
 
 def compress(
@@ -28,6 +37,8 @@ def compress(
     eps: float,
     rope: torch.Tensor,
     batch: AttentionBatch,
+    positions: torch.Tensor,
+    at: TokenPlaces | None,
 ) -> None:
     """Close the windows that end in this step, and keep its tokens.
 
@@ -38,12 +49,17 @@ def compress(
         eps: Added to its mean square.
         rope: [positions, 2, P] float32, cosines and sines.
         batch: The step's requests.
+        positions: [T] int64.
+        at: Where tokens belong; the reference takes that from the batch.
     """
     dims = Dims()
     dims.check("pairs", pairs, "T 2 W", torch.float32)
     dims.check("state.entries", state.entries, "E D")
     dims.check("norm", norm, "D", state.entries.dtype)
-    compress_ref(pairs, state, norm, eps, rope, batch)
+    if at is None:
+        compress_ref(pairs, state, norm, eps, rope, batch)
+    else:
+        compress_triton(pairs, state, norm, eps, rope, batch, positions, at)
 
 
 def compress_ref(
@@ -58,6 +74,23 @@ def compress_ref(
     for span in spans(batch):
         _close(pairs[span.tokens], state, norm, eps, rope, span)
         ring_write(state.rows, span.row, span.start, pairs[span.tokens])
+
+
+def compress_triton(
+    pairs: torch.Tensor,
+    state: CompressedState,
+    norm: torch.Tensor,
+    eps: float,
+    rope: torch.Tensor,
+    batch: AttentionBatch,
+    positions: torch.Tensor,
+    at: TokenPlaces,
+) -> None:
+    """`compress` as one launch, and the rings' new tokens."""
+    table, size = batch.block_table, batch.kv_block_size
+    pairs = pairs.contiguous()
+    close_windows(pairs, state, norm, eps, rope, positions, at, table, size)
+    ring_store(state.rows, pairs, positions, at.row >= 0, at)
 
 
 def _close(

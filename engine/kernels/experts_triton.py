@@ -67,7 +67,7 @@ def grouped_product(
         [M, N] in x's dtype, a row a pair as in `plan.order`; of pairs that are not here, anything.
     """
     packed = isinstance(weight, Packed)
-    whole = weight.weight if isinstance(weight, Packed) else weight
+    whole = weight.weight.view(torch.uint8) if isinstance(weight, Packed) else weight
     width, count, columns = x.shape[1], whole.shape[0], whole.shape[1]
     out = torch.empty((len(plan.order), columns), dtype=x.dtype, device=x.device)
     block_n = 64 if plan.block_m == 16 else 128

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.contract import Dims
+from engine.kernels.hc_mix_triton import mix_coefficients, mix_partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ def hc_mix(
     """
     dims = Dims()
     dims.check("x", x, "T S H")
-    return hc_mix_ref(x, weights, norm_eps=norm_eps, eps=eps, iterations=iterations)
+    impl = hc_mix_triton if x.is_cuda else hc_mix_ref
+    return impl(x, weights, norm_eps=norm_eps, eps=eps, iterations=iterations)
 
 
 def hc_mix_ref(
@@ -64,6 +66,25 @@ def hc_mix_ref(
     return pre, post, square
 
 
+def hc_mix_triton(
+    x: torch.Tensor, weights: MixWeights, *, norm_eps: float, eps: float, iterations: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`hc_mix` as two launches."""
+    num_tokens, streams, _ = x.shape
+    if not num_tokens:
+        return hc_mix_ref(x, weights, norm_eps=norm_eps, eps=eps, iterations=iterations)
+    return mix_coefficients(
+        mix_partials(x, weights.fn),
+        weights,
+        streams,
+        x[0].numel(),
+        norm_eps=norm_eps,
+        eps=eps,
+        iterations=iterations,
+        head=False,
+    )
+
+
 def hc_head(x: torch.Tensor, weights: MixWeights, *, norm_eps: float, eps: float) -> torch.Tensor:
     """How streams collapse at the end of a network.
 
@@ -78,8 +99,28 @@ def hc_head(x: torch.Tensor, weights: MixWeights, *, norm_eps: float, eps: float
     """
     dims = Dims()
     dims.check("x", x, "T S H")
+    impl = hc_head_triton if x.is_cuda else hc_head_ref
+    return impl(x, weights, norm_eps=norm_eps, eps=eps)
+
+
+def hc_head_ref(
+    x: torch.Tensor, weights: MixWeights, *, norm_eps: float, eps: float
+) -> torch.Tensor:
+    """`hc_head` in torch: the definition a kernel is held to."""
     m = _project(x, weights.fn, norm_eps)
     return torch.sigmoid(m * weights.scale + weights.base) + eps
+
+
+def hc_head_triton(
+    x: torch.Tensor, weights: MixWeights, *, norm_eps: float, eps: float
+) -> torch.Tensor:
+    """`hc_head` as two launches."""
+    if not len(x):
+        return hc_head_ref(x, weights, norm_eps=norm_eps, eps=eps)
+    how = {"norm_eps": norm_eps, "eps": eps}
+    partials, width = mix_partials(x, weights.fn), x[0].numel()
+    found = mix_coefficients(partials, weights, x.shape[1], width, **how, iterations=1, head=True)
+    return found[0]
 
 
 def _project(x: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:

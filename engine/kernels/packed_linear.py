@@ -69,7 +69,7 @@ def packed_linear_triton(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     _packed_linear_kernel[grid](
         out,
         x,
-        packed.weight,
+        packed.weight.view(torch.uint8),
         packed.scale,
         rows,
         packed.scale.stride(0),
@@ -140,8 +140,7 @@ def packed_tile(
 ):
     """Add the products of BLOCK_K inputs."""
     if FP4:
-        half = tl.arange(0, BLOCK_K // 2)
-        at = k // 2 + half
+        at = k // 2 + tl.arange(0, BLOCK_K // 2)
         live = at < K // 2
         w_live = n_live[:, None] & live[None, :]
         byte = tl.load(w_ptr + column[:, None] * (K // 2) + at[None, :], mask=w_live, other=0)
@@ -157,25 +156,29 @@ def packed_tile(
         low = (e2m1(byte & 15) * power).to(even.dtype)
         high = (e2m1(byte >> 4) * power).to(even.dtype)
         total = tl.dot(even, tl.trans(low), total, input_precision="ieee")
-        return tl.dot(odd, tl.trans(high), total, input_precision="ieee")
-    at = k + tl.arange(0, BLOCK_K)
-    live = at < K
-    w_live = n_live[:, None] & live[None, :]
-    w = tl.load(w_ptr + column[:, None] * K + at[None, :], mask=w_live, other=0.0)
-    x = tl.load(x_ptr[:, None] + at[None, :], mask=x_live[:, None] & live[None, :], other=0.0)
-    part = tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee")
-    at_scale = scale_ptr + (column // SCALE_N) * scale_row + k // BLOCK_K
-    scale = tl.load(at_scale, mask=n_live, other=0)
-    if POWERS:
-        scale = power_of_two(scale)
-    return total + part * scale[None, :]
+        total = tl.dot(odd, tl.trans(high), total, input_precision="ieee")
+    else:
+        at = k + tl.arange(0, BLOCK_K)
+        live = at < K
+        w_live = n_live[:, None] & live[None, :]
+        byte = tl.load(w_ptr + column[:, None] * K + at[None, :], mask=w_live, other=0)
+        w = byte.to(tl.float8e4nv, bitcast=True)
+        keep = x_live[:, None] & live[None, :]
+        x = tl.load(x_ptr[:, None] + at[None, :], mask=keep, other=0.0)
+        part = tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee")
+        at_scale = scale_ptr + (column // SCALE_N) * scale_row + k // BLOCK_K
+        scale = tl.load(at_scale, mask=n_live, other=0)
+        if POWERS:
+            scale = power_of_two(scale)
+        total += part * scale[None, :]
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _packed_linear_kernel(
     out_ptr,  # [T, N], out
     x_ptr,  # [T, K]
-    w_ptr,  # [N, K], or [N, K/2]
+    w_ptr,  # [N, K], or [N, K/2]; bytes
     scale_ptr,
     num_rows,
     scale_row,

@@ -9,8 +9,14 @@ slow frequencies stretched; cosines and sines are never scaled.
 import math
 
 import torch
+import triton
+import triton.language as tl
 
 from engine.kernels.contract import Dims
+from engine.kernels.launch import dependent, wait_for_inputs
+
+_TILE = 2048
+"""Pairs a program aims at."""
 
 
 def yarn_frequencies(
@@ -63,7 +69,8 @@ def pair_rope(x: torch.Tensor, cos_sin: torch.Tensor, *, inverse: bool = False) 
     dims = Dims()
     dims.check("x", x, "T N D")
     dims.check("cos_sin", cos_sin, "T 2 P", torch.float32)
-    return pair_rope_ref(x, cos_sin, inverse=inverse)
+    impl = pair_rope_triton if x.is_cuda else pair_rope_ref
+    return impl(x, cos_sin, inverse=inverse)
 
 
 def pair_rope_ref(x: torch.Tensor, cos_sin: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
@@ -76,3 +83,67 @@ def pair_rope_ref(x: torch.Tensor, cos_sin: torch.Tensor, *, inverse: bool = Fal
     a, b = turning[..., ::2], turning[..., 1::2]
     turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     return torch.cat((still, turned.to(x.dtype)), dim=-1)
+
+
+def pair_rope_triton(
+    x: torch.Tensor, cos_sin: torch.Tensor, *, inverse: bool = False
+) -> torch.Tensor:
+    """`pair_rope` as one launch, a program for some heads of a token."""
+    x, cos_sin = x.contiguous(), cos_sin.contiguous()
+    num_tokens, heads, width = x.shape
+    out, pairs = torch.empty_like(x), cos_sin.shape[2]
+    if num_tokens:
+        block = triton.next_power_of_2(width // 2)
+        block_n = min(triton.next_power_of_2(heads), max(_TILE // block, 1))
+        _pair_rope_kernel[(num_tokens, triton.cdiv(heads, block_n))](
+            out,
+            x,
+            cos_sin,
+            N=heads,
+            D=width,
+            P=pairs,
+            INVERSE=inverse,
+            BLOCK_N=block_n,
+            BLOCK=block,
+            **dependent(x),
+        )
+    return out
+
+
+@triton.jit
+def pair_turns(cos_sin_ptr, pair, D: tl.constexpr, P: tl.constexpr):
+    """Cosine and sine for pairs [D/2] of a head; those before the last P do not turn."""
+    turning = pair - (D // 2 - P)
+    live = (turning >= 0) & (pair < D // 2)
+    cos = tl.load(cos_sin_ptr + turning, mask=live, other=1.0)
+    return cos, tl.load(cos_sin_ptr + P + turning, mask=live, other=0.0)
+
+
+@triton.jit
+def _pair_rope_kernel(
+    out_ptr,  # [T, N, D], out
+    x_ptr,  # [T, N, D]
+    cos_sin_ptr,  # [T, 2, P]
+    N: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    INVERSE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.arange(0, BLOCK)
+    live = (head < N)[:, None] & (pair < D // 2)[None, :]
+    at = (token * N + head)[:, None] * D + 2 * pair[None, :]
+    a = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + at + 1, mask=live, other=0.0).to(tl.float32)
+    cos, sin = pair_turns(cos_sin_ptr + token * 2 * P, pair, D, P)
+    cos, sin = cos[None, :], sin[None, :]
+    if INVERSE:
+        sin = -sin
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + at, (a * cos - b * sin).to(dtype), mask=live)
+    tl.store(out_ptr + at + 1, (b * cos + a * sin).to(dtype), mask=live)

@@ -9,6 +9,7 @@ rejected tokens is made again when its last token comes again.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -82,28 +83,52 @@ def spans(batch: AttentionBatch) -> Iterator[Span]:
         begin += count
 
 
+class TokenPlaces(NamedTuple):
+    """Where each token of a step belongs, on the device; made once a forward. T tokens."""
+
+    row: torch.Tensor  # [T] int64; -1: padding
+    request: torch.Tensor  # [T] int64
+    begin: torch.Tensor  # [T] int64, its request's first token in the batch
+    start: torch.Tensor  # [T] int64, that token's position
+    stop: torch.Tensor  # [T] int64, the position after its request's last token
+
+
+def token_places(batch: AttentionBatch, num_tokens: int) -> TokenPlaces:
+    """Find every token's request.
+
+    Args:
+        batch: The step's requests.
+        num_tokens: T, padding behind the last request included.
+    """
+    assert batch.rows is not None
+    cu = batch.cu_seqlens_q.long()
+    token = torch.arange(num_tokens, device=cu.device)
+    request = torch.searchsorted(cu[1:].contiguous(), token, right=True)
+    live = request < len(batch.rows)
+    request = request.clamp(max=len(batch.rows) - 1)
+    stop = batch.seq_lens[request].long()
+    start = stop - (cu[1:] - cu[:-1])[request]
+    row = torch.where(live, batch.rows[request], -1)
+    return TokenPlaces(row, request, cu[request], start, stop)
+
+
 def ring_store(
     ring: torch.Tensor,
     x: torch.Tensor,
     positions: torch.Tensor,
     live: torch.Tensor,
-    batch: AttentionBatch,
+    at: TokenPlaces,
 ) -> None:
     """Put some of a step's tokens into the rings of their requests' rows.
 
     Args:
-        ring: [N, C, D]; the last row is the spare one, which takes what is not kept.
-        x: [T, D].
+        ring: [N, C, ...]; the last row is the spare one, which takes what is not kept.
+        x: [T, ...].
         positions: [T] int64.
-        live: [T] bool, which tokens.
-        batch: The step's requests.
+        live: [T] bool, which tokens; padding is never kept.
+        at: Where tokens belong.
     """
-    assert batch.rows is not None
-    num_rows, places, _ = ring.shape
-    token = torch.arange(len(x), device=x.device, dtype=batch.cu_seqlens_q.dtype)
-    request = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), token, right=True)
-    request = request.clamp(max=len(batch.rows) - 1)  # padding behind the last request
+    num_rows, places = ring.shape[:2]
     # of a chunk longer than the ring only the end stays
-    live = live & (positions >= batch.seq_lens[request] - places)
-    row = torch.where(live, batch.rows[request], num_rows - 1)
-    ring[row, positions % places] = x
+    live = live & (at.row >= 0) & (positions >= at.stop - places)
+    ring[torch.where(live, at.row, num_rows - 1), positions % places] = x

@@ -11,7 +11,8 @@ import torch
 
 from engine.kernels.contract import Dims
 from engine.kernels.paged_attention import AttentionBatch
-from engine.kernels.rolling import CompressedState, spans
+from engine.kernels.rolling import CompressedState, TokenPlaces, spans
+from engine.kernels.select_entries_triton import score_keys
 
 
 def select_entries(
@@ -20,6 +21,8 @@ def select_entries(
     state: CompressedState,
     batch: AttentionBatch,
     top_k: int,
+    positions: torch.Tensor,
+    at: TokenPlaces | None,
 ) -> torch.Tensor:
     """Choose entries.
 
@@ -29,15 +32,19 @@ def select_entries(
         state: Index keys.
         batch: The step's requests.
         top_k: k.
+        positions: [T] int64.
+        at: Where tokens belong; the reference takes that from the batch.
 
     Returns:
-        [T, k] int32, numbers of entries in any order; -1 where there are fewer.
+        [T, k] int32, numbers of entries in any order, and -1 behind them where there are fewer.
     """
     dims = Dims()
     dims.check("q", q, "T N D", state.entries.dtype)
     dims.check("weights", weights, "T N")
     dims.check("state.entries", state.entries, "E D")
-    return select_entries_ref(q, weights, state, batch, top_k)
+    if at is None:
+        return select_entries_ref(q, weights, state, batch, top_k)
+    return select_entries_triton(q, weights, state, batch, top_k, positions, at)
 
 
 def select_entries_ref(
@@ -68,3 +75,25 @@ def select_entries_ref(
             open_ = open_.gather(1, chosen)
         out[span.tokens, : chosen.shape[1]] = chosen.masked_fill(open_, -1).int()
     return out
+
+
+def select_entries_triton(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    state: CompressedState,
+    batch: AttentionBatch,
+    top_k: int,
+    positions: torch.Tensor,
+    at: TokenPlaces,
+) -> torch.Tensor:
+    """`select_entries` as one launch and torch's choice of the largest keys."""
+    most = batch.max_kv_len // state.ratio
+    if most <= top_k:  # nobody has more: no scores are needed
+        entry = torch.arange(top_k, device=q.device)
+        closed = torch.where(at.row >= 0, (positions + 1) // state.ratio, 0)
+        return torch.where(entry < closed[:, None], entry, -1).int()
+    table, size = batch.block_table, batch.kv_block_size
+    wide = weights.float().contiguous()
+    keys = score_keys(q.contiguous(), wide, state, positions, at, table, size, most)
+    best = keys.topk(top_k, dim=1).values
+    return torch.where(best < 0, -1, 0x7FFFFFFF - (best & 0x7FFFFFFF)).int()

@@ -11,11 +11,23 @@ of it. Softmax in float32. Keys of the step itself come from `kv`; older ones fr
 get the step's own after it has attended (see `engine.kernels.rolling`).
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from engine.kernels.contract import Dims
 from engine.kernels.paged_attention import AttentionBatch
-from engine.kernels.rolling import CompressedState, Span, ring_read, ring_write, spans
+from engine.kernels.rolling import (
+    CompressedState,
+    Span,
+    TokenPlaces,
+    ring_read,
+    ring_store,
+    ring_write,
+    spans,
+)
+from engine.kernels.window_attention_triton import attend_windows
 
 
 def window_attention(
@@ -27,6 +39,8 @@ def window_attention(
     *,
     window: int,
     scale: float,
+    positions: torch.Tensor,
+    at: TokenPlaces | None,
     compressed: CompressedState | None = None,
     chosen: torch.Tensor | None = None,
     block: bool = False,
@@ -41,8 +55,10 @@ def window_attention(
         batch: The step's requests.
         window: Tokens seen, the query's own included; in a draft block, those before it.
         scale: Multiplies dot products, not the sinks.
+        positions: [T] int64.
+        at: Where tokens belong; the reference takes that from the batch.
         compressed: Entries, if the layer has any.
-        chosen: [T, k] int32, entries of each token, -1 for none; None: all that are closed.
+        chosen: [T, k] int32, entries of each token, -1 behind them; None: all that are closed.
         block: Are these draft blocks?
 
     Returns:
@@ -53,7 +69,10 @@ def window_attention(
     dims.check("kv", kv, "T D", q.dtype)
     dims.check("sinks", sinks, "Q", torch.float32)
     dims.check("ring", ring, "N C D", q.dtype)
-    return window_attention_ref(
+    impl: Callable[..., torch.Tensor] = window_attention_ref
+    if at is not None:
+        impl = partial(window_attention_triton, positions=positions, at=at)
+    return impl(
         q,
         kv,
         sinks,
@@ -95,6 +114,42 @@ def window_attention_ref(
         out[span.tokens] = _attend(q[span.tokens], keys, hidden, sinks, scale)
         if not block:
             ring_write(ring, span.row, span.start, kv[span.tokens])
+    return out
+
+
+def window_attention_triton(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    sinks: torch.Tensor,
+    ring: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    positions: torch.Tensor,
+    at: TokenPlaces,
+    window: int,
+    scale: float,
+    compressed: CompressedState | None = None,
+    chosen: torch.Tensor | None = None,
+    block: bool = False,
+) -> torch.Tensor:
+    """`window_attention` as one launch, and the rings' new keys."""
+    out = attend_windows(
+        q,
+        kv,
+        sinks,
+        ring,
+        positions,
+        at,
+        batch.block_table,
+        batch.kv_block_size,
+        window=window,
+        scale=scale,
+        compressed=compressed,
+        chosen=chosen,
+        block=block,
+    )
+    if not block:
+        ring_store(ring, kv, positions, at.row >= 0, at)
     return out
 
 

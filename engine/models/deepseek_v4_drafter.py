@@ -13,7 +13,7 @@ from engine.kernels.linear import Linear
 from engine.kernels.markov import Chain, MarkovWeights, markov_chain
 from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
-from engine.kernels.rolling import ring_store
+from engine.kernels.rolling import ring_store, token_places
 from engine.kernels.sampling import SamplingRows
 from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4 import DeepseekV4, spread
@@ -86,10 +86,10 @@ class V4Drafter:
         spec = self.spec.layers
         context = rms_norm(self.fc(taps), self.context_norm, spec.norm_eps)
         keys = self.context_kv(context).split(spec.head_dim, dim=1)
-        turns = self.ropes.window[positions]
+        turns, at = self.ropes.window[positions], token_places(batch, len(positions))
         for layer, key, state in zip(self.layers, keys, kv.layers, strict=True):
             turned = layer.attention.keys(key, turns)
-            ring_store(state.window, turned, positions, slots >= 0, batch)
+            ring_store(state.window, turned, positions, slots >= 0, at)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from engine.kernels.linear import Linear
 from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.pair_rope import pair_rope, yarn_frequencies
-from engine.kernels.rolling import CompressedState
+from engine.kernels.rolling import CompressedState, TokenPlaces, token_places
 from engine.kernels.rope import rope_table
 from engine.kernels.router import route
 from engine.kernels.select_entries import select_entries
@@ -76,6 +76,13 @@ class V4Step:
     """Are these draft blocks?"""
 
     @cached_property
+    def places(self) -> TokenPlaces | None:
+        """Where tokens belong, for kernels; references find it in the batch."""
+        if not self.positions.is_cuda:
+            return None
+        return token_places(self.batch, len(self.positions))
+
+    @cached_property
     def window_turns(self) -> torch.Tensor:
         """[T, 2, P], of layers that see their window alone."""
         return self.ropes.window[self.positions]
@@ -126,7 +133,9 @@ class Indexer:
         q = self.q(q_low).view(len(x), self.spec.num_heads, -1)
         q = pair_rope(q, step.compressed_turns)
         weights = self.weigh(x).float() * self.spec.num_heads**-0.5
-        return select_entries(q, weights, state, step.batch, self.spec.top_k)
+        return select_entries(
+            q, weights, state, step.batch, self.spec.top_k, step.positions, step.places
+        )
 
 
 class V4Attention:
@@ -179,6 +188,8 @@ class V4Attention:
             step.batch,
             window=spec.window,
             scale=spec.head_dim**-0.5,
+            positions=step.positions,
+            at=step.places,
             compressed=state.compressed,
             chosen=chosen,
             block=step.block,
@@ -205,7 +216,8 @@ class V4Attention:
     ) -> None:
         pairs = compressor(x, step.positions, state)
         eps, rope = self.spec.norm_eps, step.ropes.compressed
-        compress(pairs, state, compressor.norm, eps, rope, step.batch)
+        where = step.batch, step.positions, step.places
+        compress(pairs, state, compressor.norm, eps, rope, *where)
 
 
 class V4Experts:

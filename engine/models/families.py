@@ -29,7 +29,6 @@ def build_target(spec: AnyTarget, weights: Any, at: Placement, num_positions: in
         num_positions: Positions that can be asked for.
     """
     if isinstance(spec, V4TargetSpec):
-        _refuse_device(at)
         return DeepseekV4(spec, V4Weights(weights, weights.has, at), num_positions)
     return Decoder(spec, weights, at, num_positions)
 
@@ -62,13 +61,6 @@ def _strangers() -> ConfigError:
         "the draft and the target are of different families of networks",
         "a DeepSeek-V4 drafter lies in its target's own checkpoint: give that as the draft, too",
     )
-
-
-def _refuse_device(at: Placement) -> None:
-    if at.device.type == "cuda":
-        raise ConfigError(
-            "DeepSeek-V4 has no CUDA kernels here as yet", "use --device cpu, or another target"
-        )
 
 
 def belongs_elsewhere(spec: AnyTarget | AnyDraft, name: str) -> bool:
