@@ -4,7 +4,8 @@ The floor of a round is the time of its matrix products alone, on this engine's 
 CUDA graph: target and draft layers, both uses of the vocabulary head, the context projections and
 the Markov head's G products. It is measured right before and right after the rounds, as long as
 they take: a card at its power limit slows down within a second, and both have to meet the same one.
-A CPU has no graphs; there the products are called.
+A CPU has no graphs; there the products are called. Of DeepSeek-V4 the floor is the time in which
+the device copies as many bytes as the round has to read.
 """
 
 import time
@@ -14,13 +15,17 @@ from statistics import median
 
 import torch
 
+from engine.deepseek_v4_floor import round_bytes
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.kernel_bench.timing import measure_ceiling
 from engine.kernels.linear import Linear
 from engine.kv.cache import PagedKV
+from engine.kv.rolling import RollingState
 from engine.models.decoder import Decoder
+from engine.models.deepseek_v4 import DeepseekV4
+from engine.models.deepseek_v4_drafter import V4Drafter
 from engine.models.drafter import Drafter
-from engine.models.layers import DecoderLayer
+from engine.models.layers import DecoderLayer, Placement
 from engine.request import Request, SamplingParams
 
 
@@ -93,7 +98,7 @@ def measure_round(
         )
         for i in range(num_reqs)
     ]
-    floor = _timer(engine, lambda: None, _round_products(engine, num_reqs, width))
+    floor = _floor(engine, num_reqs, width)
     engine.submit(many, speculate=speculate, verify="all")
     while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
         engine.step()
@@ -165,18 +170,24 @@ def _round_products(engine: Engine, num_reqs: int, width: int) -> list[tuple[Lin
     return products
 
 
-def _dense(engine: Engine) -> tuple[Decoder, Drafter | None]:
-    """The networks, of which every token takes every product.
+def _floor(engine: Engine, num_reqs: int, width: int) -> Callable[[], float]:
+    """What says how many milliseconds a round takes at the least."""
+    net = engine.runner.net
+    if not isinstance(net.target, DeepseekV4):
+        return _timer(engine, lambda: None, _round_products(engine, num_reqs, width))
+    assert net.draft is None or isinstance(net.draft, V4Drafter)
+    gamma = net.num_speculative_tokens
+    read = round_bytes(net.target, net.draft, num_reqs, width, gamma)
+    at = Placement(net.target.embedding.dtype, engine.runner.rows.device)
+    milliseconds = 1e3 * read / measure_ceiling(at).copy
+    return lambda: milliseconds
 
-    Raises:
-        ConfigError: They are of experts: what a round reads depends on its tokens.
-    """
+
+def _dense(engine: Engine) -> tuple[Decoder, Drafter | None]:
+    """The networks, of which every token takes every product."""
     target, draft = engine.runner.net.target, engine.runner.net.draft
-    if not isinstance(target, Decoder) or not (draft is None or isinstance(draft, Drafter)):
-        raise ConfigError(
-            "rounds of a mixture of experts have no fixed products to compare with",
-            "use dspark bench throughput",
-        )
+    assert isinstance(target, Decoder)
+    assert draft is None or isinstance(draft, Drafter)
     return target, draft
 
 
@@ -273,5 +284,8 @@ def _synchronize(engine: Engine) -> None:
 
 def _kv_bytes_per_token(engine: Engine) -> int:
     kv = engine.runner.net.target_kv
-    assert isinstance(kv, PagedKV)  # as a dense target's is
+    if isinstance(kv, RollingState):
+        states = [s for layer in kv.layers for s in (layer.compressed, layer.index) if s]
+        return sum(s.entries[0].nbytes // s.ratio for s in states)
+    assert isinstance(kv, PagedKV)
     return 2 * kv.k.shape[0] * kv.k.shape[2] * kv.k.shape[3] * kv.k.element_size()

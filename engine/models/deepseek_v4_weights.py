@@ -50,13 +50,13 @@ class Stacked:
 
     def __init__(self, each: Sequence[Linear | PackedLinear]) -> None:
         """Take over matrices with the same inputs."""
-        self._each = each
+        self.each = each
         self.out_features = sum(m.out_features for m in each)
         self.in_features = each[0].in_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, out], the first matrix's outputs first."""
-        return torch.cat([m(x) for m in self._each], dim=1)
+        return torch.cat([m(x) for m in self.each], dim=1)
 
 
 Matrix = Linear | PackedLinear | Stacked

@@ -6,6 +6,8 @@ import torch
 
 from engine.errors import ConfigError
 from engine.models.config import DraftSpec, LayersSpec, RopeSpec, TargetSpec
+from engine.models.deepseek_v4_shapes import V4_TARGETS, RandomV4, v4_draft
+from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
 from engine.models.shard import Part
 
 PREFIX = "shape:"
@@ -78,22 +80,25 @@ def is_shape(name: str | None) -> bool:
     return name is not None and name.startswith(PREFIX)
 
 
-def target_shape(name: str) -> TargetSpec:
+def target_shape(name: str) -> TargetSpec | V4TargetSpec:
     """The target of that shape.
 
     Raises:
         ConfigError: There is none of that name.
     """
-    spec = _TARGETS.get(name.removeprefix(PREFIX))
+    own = name.removeprefix(PREFIX)
+    spec = _TARGETS.get(own) or V4_TARGETS.get(own)
     if spec is None:
-        known = ", ".join(PREFIX + n for n in _TARGETS)
+        known = ", ".join(PREFIX + n for n in (*_TARGETS, *V4_TARGETS))
         raise ConfigError(f"there is no {name}", hint=f"use one of {known}")
     return spec
 
 
-def draft_shape(name: str) -> DraftSpec:
-    """The 5-layer drafter, gamma 7 and rank 256, that goes with a target's shape."""
+def draft_shape(name: str) -> DraftSpec | V4DraftSpec:
+    """The drafter that goes with a target's shape: 5 layers, gamma 7 and rank 256, or its own."""
     target = target_shape(name)
+    if isinstance(target, V4TargetSpec):
+        return v4_draft(target)
     shape, depth = target.layers, target.layers.num_layers
     layers = LayersSpec(
         num_layers=_DRAFT_LAYERS,
@@ -128,6 +133,16 @@ def draft_shape(name: str) -> DraftSpec:
         max_position=target.max_position,
         dtype=target.dtype,
     )
+
+
+def random_weights(
+    spec: TargetSpec | DraftSpec | V4TargetSpec | V4DraftSpec, seed: int
+) -> "RandomWeights | RandomV4":
+    """Made-up weights of a network; a draft has no embedding and no head of its own."""
+    if isinstance(spec, V4TargetSpec | V4DraftSpec):
+        return RandomV4(seed)
+    absent = ("embed_tokens.weight", "lm_head.weight") if isinstance(spec, DraftSpec) else ()
+    return RandomWeights(seed, frozenset(absent))
 
 
 class RandomWeights:

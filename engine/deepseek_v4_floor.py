@@ -1,0 +1,73 @@
+"""The least that a round of DeepSeek-V4 reads: its weights, and of experts those that have tokens.
+
+M rows that choose k of E experts each at random touch E (1 - (1 - k/E)^M) of them. Keys, entries
+and activations come on top and are left out: a floor is what no round can be below.
+"""
+
+import torch
+
+from engine.kernels.experts import ExpertMatrices
+from engine.kernels.linear import Linear
+from engine.kernels.packed import Packed
+from engine.kernels.packed_linear import PackedLinear
+from engine.models.deepseek_v4 import DeepseekV4
+from engine.models.deepseek_v4_drafter import V4Drafter
+from engine.models.deepseek_v4_layers import V4Block
+from engine.models.deepseek_v4_weights import Matrix, Stacked
+
+
+def round_bytes(
+    target: DeepseekV4, draft: V4Drafter | None, num_reqs: int, width: int, gamma: int
+) -> float:
+    """Bytes that a round reads of this rank's weights.
+
+    Args:
+        target: The target.
+        draft: Its drafter; None, or a width of 1, for a plain step.
+        num_reqs: Requests.
+        width: Tokens of each that the target sees.
+        gamma: Drafts of each.
+    """
+    rows = num_reqs * width
+    found = sum(block_bytes(layer, rows) for layer in target.layers) + _matrix(target.lm_head)
+    if draft is None or width == 1:
+        return found
+    found += sum(block_bytes(layer, num_reqs * gamma) for layer in draft.layers)
+    found += _matrix(draft.lm_head) + _matrix(draft.fc) + _matrix(draft.context_kv)
+    w2 = draft.markov.w2
+    return found + (0 if w2 is None else gamma * _matrix(w2))
+
+
+def block_bytes(block: V4Block, rows: int) -> float:
+    """Of one layer."""
+    attention, experts = block.attention, block.experts
+    matrices: list[Matrix] = [attention.low, attention.q, *attention.o_low, attention.o]
+    matrices += [experts.gate, experts.shared_in, experts.shared_out]
+    if attention.compressor is not None:
+        matrices.append(attention.compressor.pairs)
+    if attention.indexer is not None:
+        index = attention.indexer
+        matrices += [index.q, index.weigh, index.compressor.pairs]
+    mixes = block.attention_mix.fn.nbytes + block.experts_mix.fn.nbytes
+    touched = 1.0 - (1.0 - experts.spec.per_token / experts.spec.num_experts) ** rows
+    routed = _experts(experts.gate_up) + _experts(experts.down)
+    return sum(map(_matrix, matrices)) + mixes + touched * routed
+
+
+def _matrix(matrix: Matrix) -> int:
+    if isinstance(matrix, Linear):
+        return matrix.out_features * matrix.in_features * matrix.weight.element_size()
+    if isinstance(matrix, PackedLinear):
+        return _bytes(matrix.packed)
+    assert isinstance(matrix, Stacked)
+    return sum(map(_matrix, matrix.each))
+
+
+def _experts(matrices: ExpertMatrices) -> int:
+    return _bytes(matrices.weight)
+
+
+def _bytes(weight: torch.Tensor | Packed) -> int:
+    if isinstance(weight, Packed):
+        return weight.weight.nbytes + weight.scale.nbytes
+    return weight.nbytes
