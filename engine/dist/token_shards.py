@@ -40,3 +40,18 @@ class TokenShards:
         if self.num_tokens == 0:
             return x  # as on every other rank
         return self.ranks.all_gather(x).flatten(0, 1)[: self.num_tokens]
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [T', ...] of the sum over ranks of parts [T, ...]; one exchange.
+
+        Terms are added in rank order, in float32, and rounded once; padding is 0.
+        """
+        if self.num_tokens == 0:
+            return part
+        size, rows = self.ranks.size, self.num_local
+        missing = size * rows - self.num_tokens
+        if missing:
+            part = torch.cat((part, part.new_zeros((missing, *part.shape[1:]))))
+        received = torch.empty_like(part)
+        self.ranks.all_to_all_single(received, part.contiguous())
+        return received.view(size, rows, *part.shape[1:]).float().sum(dim=0).to(part.dtype)

@@ -7,7 +7,6 @@ not kept: when its tokens are committed they become context by way of their taps
 
 import torch
 
-from engine.kernels.hc_collapse import hc_collapse
 from engine.kernels.hc_mix import hc_head
 from engine.kernels.linear import Linear
 from engine.kernels.markov import Chain, MarkovWeights, markov_chain
@@ -16,16 +15,18 @@ from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.rolling import ring_store, token_places
 from engine.kernels.sampling import SamplingRows
 from engine.kv.rolling import RollingState
-from engine.models.deepseek_v4 import DeepseekV4, spread
+from engine.models.deepseek_v4 import DeepseekV4, shard, spread
 from engine.models.deepseek_v4_layers import RopeTables, V4Block, V4Step, take_mix
 from engine.models.deepseek_v4_spec import V4DraftSpec
 from engine.models.deepseek_v4_weights import V4Weights
+from engine.models.draft_tail import TailOrder, head_states
 
 
 class V4Drafter:
     """Drafts G tokens a request; the interface is `engine.models.drafter.Drafter`'s."""
 
     draft_to_target: torch.Tensor | None = None
+    tail_order: TailOrder = "collapse first"
 
     def __init__(
         self, spec: V4DraftSpec, weights: V4Weights, target: DeepseekV4, num_positions: int
@@ -57,6 +58,7 @@ class V4Drafter:
             width = h + (spec.markov_rank if spec.confidence_with_markov else 0)
             self.confidence_weight = weights.wide(f"{last}confidence_head.proj.weight", 1, width)
         self.ropes = RopeTables(layers, num_positions, weights.at.device)
+        self.shard_from = target.shard_from
 
     def _take_markov(self, weights: V4Weights, prefix: str) -> MarkovWeights:
         """In V4 `markov_w1` and `markov_w2`, in V4.1 `embed` and `head`."""
@@ -112,12 +114,13 @@ class V4Drafter:
             Collapsed hidden states [T, H], not normed: so the confidence head reads them.
         """
         spec = self.spec.layers
-        step = V4Step(token_ids, positions, attention, kv, self.ropes, block=True)
-        streams = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks)
+        shards = shard(len(token_ids), self.ranks, self.shard_from)
+        step = V4Step(token_ids, positions, attention, kv, self.ropes, block=True, shards=shards)
+        streams = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks, shards)
         for layer, state in zip(self.layers, kv.layers, strict=True):
             streams = layer(streams, step, state)
         pre = hc_head(streams, self.head_mix, norm_eps=spec.norm_eps, eps=spec.hyper.eps)
-        return hc_collapse(streams, pre)
+        return head_states(streams, pre, shards, self.tail_order)
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's part of the vocabulary, [T, V/N] rounded up, from [T, H] not normed."""

@@ -1,10 +1,12 @@
 """DeepSeek-V4 blocks, of target and drafter: attention, experts, and the streams around them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from engine.dist.token_shards import TokenShards
 from engine.kernels.compress import compress
 from engine.kernels.cut_silu import cut_silu
 from engine.kernels.experts import run_experts
@@ -75,6 +77,9 @@ class V4Step:
     block: bool = False
     """Are these draft blocks?"""
 
+    shards: TokenShards | None = None
+    """Who holds which tokens' streams; None: every rank all of them."""
+
     @cached_property
     def places(self) -> TokenPlaces | None:
         """Where tokens belong, for kernels; references find it in the batch."""
@@ -144,7 +149,7 @@ class V4Attention:
     def __init__(self, spec: V4Layers, layer: int, weights: V4Weights, prefix: str) -> None:
         """Read this rank's heads, and what all ranks hold."""
         at = weights.at
-        self.spec, self.kind, self.ranks = spec, spec.kinds[layer], at.ranks
+        self.spec, self.kind = spec, spec.kinds[layer]
         h, d, size = spec.hidden_size, spec.head_dim, at.ranks.size
         self.heads, self.groups = spec.num_heads // size, spec.o_groups // size
         rows, low = spec.num_heads * d, spec.o_groups * spec.o_rank
@@ -172,7 +177,7 @@ class V4Attention:
         return pair_rope(rms_norm(kv, self.kv_norm, self.spec.norm_eps)[:, None], turns)[:, 0]
 
     def __call__(self, x: torch.Tensor, step: V4Step, state: LayerState) -> torch.Tensor:
-        """[T, H] normed input to [T, H]; keeps this layer's keys."""
+        """[T, H] normed input to this rank's part of [T, H]; keeps this layer's keys."""
         spec = self.spec
         turns = step.window_turns if self.kind == "window" else step.compressed_turns
         q_low, kv = self.low(x).split((spec.q_rank, spec.head_dim), dim=1)
@@ -197,7 +202,7 @@ class V4Attention:
         # values carry their keys' rotation: turned back at the query, its distance is left
         out = pair_rope(out, turns, inverse=True).reshape(len(x), self.groups, -1)
         low = [f(out[:, g].contiguous()) for g, f in enumerate(self.o_low)]
-        return self.ranks.all_reduce(self.o(torch.cat(low, dim=1)))
+        return self.o(torch.cat(low, dim=1))
 
     def _compress(
         self, x: torch.Tensor, q_low: torch.Tensor, step: V4Step, state: LayerState
@@ -236,7 +241,7 @@ class V4Experts:
             vocab_size: Rows of the table of a layer whose experts are looked up.
         """
         e, h, share = spec.experts, spec.hidden_size, weights.at.share
-        self.spec, self.ranks = e, weights.at.ranks
+        self.spec = e
         self.gate = Linear(weights.wide(f"{prefix}gate.weight", e.num_experts, h))
         self.bias = self.table = None
         if spec.hashed[layer]:
@@ -253,7 +258,7 @@ class V4Experts:
         self.shared_out = weights.matrix([f"{shared}w2"], [h], e.width, dim=1)
 
     def __call__(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T, H] normed input to [T, H]."""
+        """[T, H] normed input to this rank's part of [T, H]."""
         experts, weights = route(
             self.gate(x.float()),
             token_ids,
@@ -268,7 +273,7 @@ class V4Experts:
         )
         # [ckpt] transformers and both servers cut the shared expert, too
         shared = self.shared_out(cut_silu(self.shared_in(x), limit))
-        return self.ranks.all_reduce(routed + shared)
+        return routed + shared
 
 
 class V4Block:
@@ -278,7 +283,7 @@ class V4Block:
         self, spec: V4Layers, layer: int, weights: V4Weights, prefix: str, vocab_size: int
     ) -> None:
         """Read one layer under `prefix`, e.g. `layers.0.`."""
-        self.spec = spec
+        self.spec, self.ranks = spec, weights.at.ranks
         self.attention = V4Attention(spec, layer, weights, f"{prefix}attn.")
         self.experts = V4Experts(spec, layer, weights, f"{prefix}ffn.", vocab_size)
         self.attention_norm = weights.take(f"{prefix}attn_norm.weight", spec.hidden_size)
@@ -293,14 +298,34 @@ class V4Block:
         return tuple(matrix for matrix in taken if isinstance(matrix, Linear))
 
     def __call__(self, streams: torch.Tensor, step: V4Step, state: LayerState) -> torch.Tensor:
-        """[T, S, H] to [T, S, H]."""
-        eps = self.spec.norm_eps
-        pre, post, comb = self._mix(streams, self.attention_mix)
-        x = rms_norm(hc_collapse(streams, pre), self.attention_norm, eps)
-        streams = hc_post(self.attention(x, step, state), streams, post, comb)
-        pre, post, comb = self._mix(streams, self.experts_mix)
-        x = rms_norm(hc_collapse(streams, pre), self.experts_norm, eps)
-        return hc_post(self.experts(x, step.token_ids), streams, post, comb)
+        """[T, S, H] to [T, S, H], or those of this rank's tokens."""
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, step, state)
+
+        def think(x: torch.Tensor) -> torch.Tensor:
+            return self.experts(x, step.token_ids)
+
+        shards = step.shards
+        streams = self._around(attend, streams, self.attention_mix, self.attention_norm, shards)
+        return self._around(think, streams, self.experts_mix, self.experts_norm, shards)
+
+    def _around(
+        self,
+        sublayer: Callable[[torch.Tensor], torch.Tensor],
+        streams: torch.Tensor,
+        mix: MixWeights,
+        norm: torch.Tensor,
+        shards: TokenShards | None,
+    ) -> torch.Tensor:
+        """Into a sublayer of all tokens, which ranks do parts of, and back into the streams."""
+        pre, post, comb = self._mix(streams, mix)
+        x = rms_norm(hc_collapse(streams, pre), norm, self.spec.norm_eps)
+        if shards is None:
+            y = self.ranks.all_reduce(sublayer(x))
+        else:
+            y = shards.sum(sublayer(shards.gather(x)))
+        return hc_post(y, streams, post, comb)
 
     def _mix(
         self, streams: torch.Tensor, weights: MixWeights

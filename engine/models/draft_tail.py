@@ -1,4 +1,4 @@
-"""The end of a drafter whose residual streams are sharded by token: streams to head states.
+"""The end of a network whose residual streams are sharded by token: streams to head states.
 
 After the last sublayer each rank holds [T', S, H] streams of its own tokens and how they collapse
 into one. The head wants [T, H] of all tokens on every rank. Two orders give the same bits:
@@ -23,7 +23,7 @@ TailOrder = Literal["collapse first", "gather first"]
 def head_states(
     streams: torch.Tensor,
     pre: torch.Tensor,
-    shards: TokenShards,
+    shards: TokenShards | None,
     order: TailOrder = "collapse first",
 ) -> torch.Tensor:
     """Collapse this rank's streams and gather everyone's.
@@ -31,12 +31,14 @@ def head_states(
     Args:
         streams: [T', S, H], this rank's tokens, padding included.
         pre: [T', S] float32, how they collapse.
-        shards: Who holds which tokens.
+        shards: Who holds which tokens; None: every rank all of them.
         order: What comes first; `gather first` is there to be measured against.
 
     Returns:
         [T, H] in streams' dtype, on every rank.
     """
+    if shards is None:
+        return hc_collapse(streams, pre)
     if order == "collapse first":
         return shards.gather(hc_collapse(streams, pre))
     return hc_collapse(shards.gather(streams), shards.gather(pre))

@@ -16,9 +16,12 @@ from engine.kernels.packed import Packed
 from engine.kernels.paged_attention import AttentionBatch, locate_kv
 from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4 import DeepseekV4
+from engine.models.deepseek_v4_drafter import V4Drafter
 from engine.models.deepseek_v4_layers import layer_shapes
-from engine.models.deepseek_v4_spec import V4TargetSpec
+from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
 from engine.models.deepseek_v4_weights import V4Weights
+from engine.models.draft_config import parse_draft
+from engine.models.draft_tail import TailOrder
 from engine.models.layers import Placement
 from engine.models.loader import Checkpoint
 from engine.models.target_config import parse_target
@@ -35,6 +38,7 @@ from tests.helpers.deepseek_v4 import (
 from tests.helpers.drafts import MASK
 from tests.helpers.engines import make_engine, outputs, prompts, record_drafts, requests, teach
 from tests.helpers.reference import PlainTarget
+from tests.helpers.threads import ThreadRanks, on_threads
 
 AT = Placement(torch.float32, torch.device("cpu"))
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
@@ -80,12 +84,13 @@ class Fed:
                     state.rows.fill_(float("nan"))
             layer.window.fill_(float("nan"))
 
-    @torch.inference_mode()
-    def feed(self, many: Sequence[tuple[int, int, Sequence[int]]]) -> list[torch.Tensor]:
-        """Logits [n, V] of each (sequence, first position, its n tokens)."""
+    def batch(
+        self, many: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> tuple[AttentionBatch, torch.Tensor]:
+        """(sequence, first position, its n tokens) each; and every token's position."""
         counts = [len(ids) for _, _, ids in many]
         stops = [start + len(ids) for _, start, ids in many]
-        batch = AttentionBatch(
+        found = AttentionBatch(
             block_table=torch.zeros(len(many), 1, dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
             seq_lens=torch.tensor(stops).int(),
@@ -98,10 +103,16 @@ class Fed:
             ),
             rows=torch.tensor([i for i, _, _ in many]),
         )
+        places = [p for _, s, each in many for p in range(s, s + len(each))]
+        return found, torch.tensor(places)
+
+    @torch.inference_mode()
+    def feed(self, many: Sequence[tuple[int, int, Sequence[int]]]) -> list[torch.Tensor]:
+        """Logits [n, V] of each (sequence, first position, its n tokens)."""
+        batch, places = self.batch(many)
         ids = torch.tensor([t for _, _, each in many for t in each])
-        places = torch.tensor([p for _, s, each in many for p in range(s, s + len(each))])
         hidden, _ = self.network.forward(ids, places, places, batch, self.state)
-        return list(self.network.logits(hidden).split(counts))
+        return list(self.network.logits(hidden).split(batch.query_lens))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -298,3 +309,54 @@ def reference_stage(w: dict[str, torch.Tensor], k: str) -> dict[str, Any]:
             "sd": w[f"{k}ffn.shared_experts.w2.weight"],
         },
     }
+
+
+def fed_by_ranks(folder: Path, ranks: ThreadRanks, least: int, order: TailOrder) -> Any:
+    """Hidden states, taps and draft states of some steps, streams sharded from `least` tokens."""
+    at = Placement(torch.float32, AT.device, ranks)
+    spec, drafting = parse_target(folder), parse_draft(folder)
+    assert isinstance(spec, V4TargetSpec)
+    assert isinstance(drafting, V4DraftSpec)
+    with Checkpoint(folder) as weights, torch.inference_mode():
+        made = V4Weights(weights, weights.has, at)
+        target = DeepseekV4(spec, made, 64)
+        draft = V4Drafter(drafting, made, target, 64)
+        target.shard_from = draft.shard_from = least
+        target.tail_order = draft.tail_order = order
+        fed = Fed(target, 1, 60, GAMMA + 1)
+        state = RollingState.allocate(
+            layer_shapes(drafting.layers), 2, 1, fed.block, GAMMA + 1, dtype=at.dtype,
+            device=at.device,
+        )  # fmt: skip
+        found, first = [], 0
+        for count in (13, 1, 3):
+            batch, places = fed.batch([(0, first, [0] * count)])
+            ids = places * 7 % 120 + 4
+            hidden, taps = target.forward(ids, places, places, batch, fed.state, drafting.taps)
+            assert taps is not None
+            draft.store_context(taps, places, places, state, batch)
+            first += count
+            batch, places = fed.batch([(0, first, [0] * GAMMA)])
+            found += [hidden, taps, draft.forward(places + 9, places, places, batch, state)]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_streams_sharded_by_token_give_every_rank_the_same(folder: Path, size: int) -> None:
+    """13, 1 and 3 tokens, blocks of 4: padding, and ranks with nothing else. Tails bit for bit."""
+    alone = on_threads(1, lambda ranks: fed_by_ranks(folder, ranks, 1, "collapse first"))[0]
+    orders: tuple[TailOrder, TailOrder] = ("collapse first", "gather first")
+    sharded = [
+        on_threads(size, lambda ranks, o=order: fed_by_ranks(folder, ranks, 1, o))
+        for order in orders
+    ]
+    whole = on_threads(size, lambda ranks: fed_by_ranks(folder, ranks, 1000, "collapse first"))
+    for rank in range(size):
+        for first, last, held, want in zip(
+            sharded[0][rank], sharded[1][rank], whole[rank], alone, strict=True
+        ):
+            torch.testing.assert_close(first, last, atol=0, rtol=0)
+            torch.testing.assert_close(first, want, **TOLERANCE)
+            torch.testing.assert_close(held, want, **TOLERANCE)
+    for got, same in zip(sharded[0][0], sharded[0][-1], strict=True):
+        torch.testing.assert_close(got, same, atol=0, rtol=0)

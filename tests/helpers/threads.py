@@ -36,6 +36,17 @@ class ThreadRanks(Solo):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._everyones(x)).sum(dim=0)
 
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+    ) -> None:
+        assert out_splits is in_splits is None
+        everyones = self._everyones(x)
+        out.copy_(torch.cat([part.chunk(self.size)[self.rank] for part in everyones]))
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return self._everyones(x)[0]
 
