@@ -97,7 +97,7 @@ def grouped_product(
         **how,
         BLOCK_M=plan.block_m,
         BLOCK_N=block_n,
-        num_warps=4,
+        num_warps=8 if how["FP4"] and plan.block_m > 16 else 4,
         num_stages=3,
     )
     return out

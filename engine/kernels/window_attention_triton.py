@@ -32,8 +32,9 @@ def attend_windows(
     num_tokens, heads, width = q.shape
     out = torch.empty_like(q)
     block_d = max(16, triton.next_power_of_2(width))
-    # what is summed up lies in registers: 64 a thread
-    block_h = max(16, min(triton.next_power_of_2(heads), _SUMS // block_d))
+    # what is summed up lies in registers: 64 a thread; keys of float32 take twice the memory
+    sums, block_j = (_SUMS, _BLOCK_J) if q.element_size() < 4 else (_SUMS // 2, _BLOCK_J // 2)
+    block_h = max(16, min(triton.next_power_of_2(heads), sums // block_d))
     entries = kv if compressed is None else compressed.entries
     picks = at.request if chosen is None else chosen
     _window_kernel[(num_tokens, triton.cdiv(heads, block_h))](
@@ -63,7 +64,7 @@ def attend_windows(
         SIZE=kv_block_size,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
-        BLOCK_J=_BLOCK_J,
+        BLOCK_J=block_j,
         **dependent(q),
         num_warps=8,
         num_stages=2,
