@@ -12,6 +12,7 @@ from engine.errors import ConfigError
 from engine.kernel_bench.attention_cases import Asked, attention_case
 from engine.kernel_bench.case import Case
 from engine.kernel_bench.choice_cases import accept_case, markov_case, sample_case
+from engine.kernel_bench.deepseek_v4_cases import deepseek_v4_cases
 from engine.kernel_bench.index_cases import slot_mapping_case, step_inputs_case
 from engine.kernel_bench.layer_cases import (
     activation_case,
@@ -21,6 +22,7 @@ from engine.kernel_bench.layer_cases import (
 )
 from engine.kernel_bench.timing import Ceiling, measure_ceiling, seconds_a_call
 from engine.models.config import DraftSpec, TargetSpec
+from engine.models.deepseek_v4_spec import V4TargetSpec
 from engine.models.layers import Placement
 
 COLD_BYTES = 3e8
@@ -70,9 +72,7 @@ class Bench:
     sizes: Sizes
     at: Placement
     ceiling: Ceiling
-    target: TargetSpec
-    draft: DraftSpec | None
-    num_speculative_tokens: int
+    plan: worker.Plan
 
     def about(self) -> dict[str, str]:
         """For whoever reads the numbers later."""
@@ -106,9 +106,14 @@ class Bench:
                 yield measure(make(), self.at, self.ceiling)
 
     def _cases(self) -> list[tuple[str, Callable[[], Case]]]:
-        sizes, at = self.sizes, self.at
-        spec, vocab = self.target.layers, self.target.vocab_size
-        gamma = self.num_speculative_tokens
+        sizes, target, gamma = self.sizes, self.plan.target, self.plan.num_speculative_tokens
+        if isinstance(target, V4TargetSpec):
+            layers = target.layers
+            return deepseek_v4_cases(layers, sizes.requests, sizes.context, gamma + 1, self.at)
+        return self._dense_cases(target, gamma)
+
+    def _dense_cases(self, target: TargetSpec, gamma: int) -> list[tuple[str, Callable[[], Case]]]:
+        sizes, at, spec, vocab = self.sizes, self.at, target.layers, target.vocab_size
         width = gamma + 1
         hidden, inner = spec.hidden_size, spec.intermediate_size
 
@@ -124,7 +129,8 @@ class Bench:
         for n in sizes.requests:
             tokens = n * width
             cases += attention(Asked(n, sizes.context, width), Asked(n, sizes.context, 1))
-            if draft := self.draft:
+            draft = self.plan.draft
+            if isinstance(draft, DraftSpec):
                 cases += attention(Asked(n, sizes.context, width, causal=False))
                 if draft.markov == "vanilla":
                     cases.append(("markov_chain", partial(markov_case, n, gamma, draft, at)))
@@ -150,13 +156,10 @@ def prepare(config: EngineConfig, sizes: Sizes) -> Bench:
         CheckpointError: A checkpoint cannot be served.
     """
     plan, _ = worker.plan_checkpoints(config)
-    if not isinstance(plan.target, TargetSpec) or not isinstance(plan.draft, DraftSpec | None):
-        raise ConfigError("dense networks' ops are measured, not DeepSeek-V4's", "give another -m")
     at = worker.placement(config, plan.target)
     if at.device.type == "cpu":
         torch.set_num_threads(config.threads or worker.usable_cores())
-    gamma = plan.num_speculative_tokens
-    return Bench(config, sizes, at, measure_ceiling(at), plan.target, plan.draft, gamma)
+    return Bench(config, sizes, at, measure_ceiling(at), plan)
 
 
 @torch.inference_mode()
