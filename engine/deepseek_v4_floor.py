@@ -10,6 +10,7 @@ from engine.kernels.experts import ExpertMatrices
 from engine.kernels.linear import Linear
 from engine.kernels.packed import Packed
 from engine.kernels.packed_linear import PackedLinear
+from engine.kernels.wide_linear import WideLinear
 from engine.models.deepseek_v4 import DeepseekV4
 from engine.models.deepseek_v4_drafter import V4Drafter
 from engine.models.deepseek_v4_layers import V4Block
@@ -41,7 +42,12 @@ def round_bytes(
 def block_bytes(block: V4Block, rows: int) -> float:
     """Of one layer."""
     attention, experts = block.attention, block.experts
-    matrices: list[Matrix] = [attention.low, attention.q, *attention.o_low, attention.o]
+    matrices: list[Matrix | WideLinear] = [
+        attention.low,
+        attention.q,
+        *attention.o_low,
+        attention.o,
+    ]
     matrices += [experts.gate, experts.shared_in, experts.shared_out]
     if attention.compressor is not None:
         matrices.append(attention.compressor.pairs)
@@ -54,8 +60,8 @@ def block_bytes(block: V4Block, rows: int) -> float:
     return sum(map(_matrix, matrices)) + mixes + touched * routed
 
 
-def _matrix(matrix: Matrix) -> int:
-    if isinstance(matrix, Linear):
+def _matrix(matrix: Matrix | WideLinear) -> int:
+    if isinstance(matrix, Linear | WideLinear):
         return matrix.out_features * matrix.in_features * matrix.weight.element_size()
     if isinstance(matrix, PackedLinear):
         return _bytes(matrix.packed)

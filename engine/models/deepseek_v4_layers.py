@@ -105,9 +105,8 @@ class Compressor:
         self, shape: CompressorShape, hidden: int, weights: V4Weights, prefix: str
     ) -> None:
         wide = shape.overlap * shape.width
-        # products and what is kept of them are float32, whatever the weights are stored as
-        parts = [weights.wide(f"{prefix}{n}.weight", wide, hidden) for n in ("wkv", "wgate")]
-        self.pairs = Linear(torch.cat(parts))
+        names = [f"{prefix}wkv", f"{prefix}wgate"]
+        self.pairs = weights.wide_matrix(names, [wide, wide], hidden)
         self.bias = weights.wide(f"{prefix}ape", shape.ratio, wide)
         self.norm = weights.take(f"{prefix}norm.weight", shape.width)
 
@@ -115,7 +114,7 @@ class Compressor:
         self, x: torch.Tensor, positions: torch.Tensor, state: CompressedState
     ) -> torch.Tensor:
         """[T, 2, W] float32 of [T, H]."""
-        pairs = self.pairs(x.float()).view(len(x), 2, -1)
+        pairs = self.pairs(x).view(len(x), 2, -1)
         pairs[:, 1] += self.bias[positions % state.ratio]
         return pairs
 
@@ -242,7 +241,7 @@ class V4Experts:
         """
         e, h, share = spec.experts, spec.hidden_size, weights.at.share
         self.spec = e
-        self.gate = Linear(weights.wide(f"{prefix}gate.weight", e.num_experts, h))
+        self.gate = weights.wide_matrix([f"{prefix}gate"], [e.num_experts], h)
         self.bias = self.table = None
         if spec.hashed[layer]:
             self.table = weights.whole(f"{prefix}gate.tid2eid", vocab_size, e.per_token)
@@ -260,7 +259,7 @@ class V4Experts:
     def __call__(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """[T, H] normed input to this rank's part of [T, H]."""
         experts, weights = route(
-            self.gate(x.float()),
+            self.gate(x),
             token_ids,
             bias=self.bias,
             table=self.table,

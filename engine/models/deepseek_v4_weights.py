@@ -14,6 +14,7 @@ from engine.kernels.experts import ExpertMatrices
 from engine.kernels.linear import Linear
 from engine.kernels.packed import FP4_GROUP, FP8_BLOCK, Packed, PackedKind
 from engine.kernels.packed_linear import PackedLinear
+from engine.kernels.wide_linear import WideLinear, wide_dtype
 from engine.models.deepseek_v4_names import spellings
 from engine.models.layers import Placement, Weights
 from engine.models.shard import Part
@@ -138,6 +139,19 @@ class V4Weights:
     def whole(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor of integers, int64."""
         return self._take(name, shape, torch.int64, None)
+
+    def wide_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> WideLinear:
+        """One product, float32 out of it, of several matrices over each other.
+
+        Args:
+            names: Without `.weight`.
+            rows: Of each.
+            columns: Of all.
+        """
+        dtype = wide_dtype(self.at.dtype, self.at.device)
+        sizes = zip(names, rows, strict=True)
+        parts = [self._take(f"{n}.weight", (r, columns), dtype, None) for n, r in sizes]
+        return WideLinear(torch.cat(parts))
 
     def matrix(
         self, names: Sequence[str], rows: Sequence[int], columns: int, *, dim: int | None = None

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import Engine, EngineConfig, Request, SamplingParams
+from engine.kernels.wide_linear import WideLinear
 from tests.helpers.deepseek_v4 import write_deepseek_v4
 from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests, teach
 
@@ -71,3 +73,11 @@ def test_two_gpus_give_what_one_gives(tmp_path: Path) -> None:
         )
         assert outputs(engine, many) == want
         engine.close()
+
+
+@pytest.mark.gpu
+def test_products_that_are_float32_of_bfloat16_inputs() -> None:
+    x, weight = (torch.randn(n, 512, device="cuda").bfloat16() for n in (7, 96))
+    got = WideLinear(weight)(x)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, x.float() @ weight.float().t(), atol=1e-3, rtol=1e-4)
