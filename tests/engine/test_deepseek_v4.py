@@ -206,11 +206,11 @@ def test_drafts_are_what_the_checkpoint_means(folder: Path, reference: PlainTarg
 
 
 def test_preempted_requests_begin_again(folder: Path) -> None:
-    """Rings are their rows': what another request left there is never read."""
+    """Rings are their rows': what another request, or a round too many, left is never read."""
     many = requests(prompts(6, seed=7), max_tokens=20)
     want = outputs(make_engine(folder), many)
     limits = {"max_num_seqs": 5, "max_model_len": 80, "kv_cache_memory_bytes": _memory(folder)}
-    small = make_engine(folder, folder, **limits)
+    small = make_engine(folder, folder, overlap="on", **limits)
     teach(small, want, 0.5)
     assert outputs(small, many) == want
     assert small.stats.preemptions > 0
