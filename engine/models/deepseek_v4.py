@@ -4,13 +4,13 @@ import torch
 
 from engine.dist.collectives import Collectives
 from engine.dist.token_shards import TokenShards
-from engine.kernels.hc_mix import hc_head
+from engine.kernels.hc_mix import MixWeights, hc_head
 from engine.kernels.linear import Linear
 from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kv.rolling import RollingState
-from engine.models.deepseek_v4_layers import RopeTables, V4Block, V4Step, take_mix
-from engine.models.deepseek_v4_spec import V4TargetSpec
+from engine.models.deepseek_v4_layers import Residual, RopeTables, V4Block, V4Step, take_mix
+from engine.models.deepseek_v4_spec import V4Layers, V4TargetSpec
 from engine.models.deepseek_v4_weights import V4Weights
 from engine.models.draft_tail import TailOrder, head_states
 from engine.models.layers import Embedding, Stream
@@ -38,7 +38,7 @@ class DeepseekV4:
         self.layers = [
             V4Block(layers, i, weights, f"layers.{i}.", vocab) for i in range(layers.num_layers)
         ]
-        self.head_mix = take_mix(layers, weights, "hc_head_", head=True)
+        self.head_mix = take_head(layers, weights, "hc_head_")
         self.norm = weights.take("norm.weight", width)
         self.lm_head = Linear(weights.take("head.weight", vocab, width, part=rows))
         self.ropes = RopeTables(layers, num_positions, at.device)
@@ -68,16 +68,16 @@ class DeepseekV4:
         """
         spec, shards = self.spec.layers, shard(len(token_ids), self.ranks, self.shard_from)
         step = V4Step(token_ids, positions, attention, kv, self.ropes, shards=shards)
-        streams = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks, shards)
+        residual = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks, shards)
         tapped = []
         for i, (layer, state) in enumerate(zip(self.layers, kv.layers, strict=True)):
             if i in taps:
-                tapped.append(tap(streams, shards))
-            streams = layer(streams, step, state)
+                tapped.append(tap(residual.streams, shards))
+            residual = layer(residual, step, state)
         if len(self.layers) in taps:
-            tapped.append(tap(streams, shards))
-        pre = hc_head(streams, self.head_mix, norm_eps=spec.norm_eps, eps=spec.hyper.eps)
-        collapsed = head_states(streams, pre, shards, self.tail_order)
+            tapped.append(tap(residual.streams, shards))
+        pre = end_of(residual, self.head_mix, spec)
+        collapsed = head_states(residual.streams, pre, shards, self.tail_order)
         hidden = rms_norm(collapsed, self.norm, spec.norm_eps)
         return hidden, torch.cat(tapped, dim=-1) if taps else None
 
@@ -103,7 +103,7 @@ def shard(num_tokens: int, ranks: Collectives, least: int) -> TokenShards | None
 
 def spread(
     embedded: Stream, num_streams: int, ranks: Collectives, shards: TokenShards | None
-) -> torch.Tensor:
+) -> Residual:
     """Embeddings of all tokens as the first streams [T, S, H] of this rank's, all the same."""
     if embedded.delta is None:
         x = embedded.residual
@@ -111,7 +111,20 @@ def spread(
         x = ranks.all_reduce(embedded.delta)
     else:
         x = shards.sum(embedded.delta)
-    return x[:, None].expand(-1, num_streams, -1).contiguous()
+    return Residual(x[:, None].expand(-1, num_streams, -1).contiguous())
+
+
+def take_head(spec: V4Layers, weights: V4Weights, prefix: str) -> MixWeights | None:
+    """What the end of a network collapses by; None where the last sublayer has said it."""
+    return None if spec.delayed else take_mix(spec, weights, prefix, head=True)
+
+
+def end_of(residual: Residual, weights: MixWeights | None, spec: V4Layers) -> torch.Tensor:
+    """How the last streams collapse: [T, S] float32."""
+    if weights is None:
+        assert residual.pre is not None
+        return residual.pre
+    return hc_head(residual.streams, weights, norm_eps=spec.norm_eps, eps=spec.hyper.eps)
 
 
 def tap(streams: torch.Tensor, shards: TokenShards | None) -> torch.Tensor:

@@ -40,6 +40,7 @@ _INERT = """
     num_nextn_predict_layers n_mtp_layers output_router_logits router_aux_loss_coef
     router_jitter_noise aux_loss_alpha seq_aux ep_size
     dspark_block_size dspark_noise_token_id dspark_target_layer_ids dspark_markov_rank
+    dspark_n_routed_experts dspark_num_experts_per_tok
     dspark_draft_topk enable_confidence_head confidence_head_with_markov sample_from_anchor
 """
 
@@ -110,10 +111,8 @@ def parse_v4_layers(fields: ConfigFields) -> V4Layers:
         ("attention_bias", False),
         ("mlp_bias", False),
         ("num_key_value_heads", 1),
-        ("hc_pre_from_prev_sublayer", False),
-        ("q_head_norm", True),
     ):
-        fields.expect(key, plain, _HINT + "; V4.1 and other variants are not served")
+        fields.expect(key, plain, _HINT)
     heads, groups = fields.integer("num_attention_heads"), fields.integer("o_groups")
     if heads % groups:
         raise fields.error(
@@ -149,6 +148,8 @@ def parse_v4_layers(fields: ConfigFields) -> V4Layers:
         norm_eps=fields.number("rms_norm_eps"),
         window_rope=window_rope,
         compressed_rope=compressed_rope,
+        delayed=fields.flag("hc_pre_from_prev_sublayer", False),
+        q_head_norm=fields.flag("q_head_norm", True),
     )
 
 

@@ -14,7 +14,7 @@ from engine.errors import CheckpointError
 from engine.models.config_reader import ConfigFields, read_json
 from engine.models.decoder_config import check_token_id
 from engine.models.deepseek_v4_config import parse_deepseek_v4
-from engine.models.deepseek_v4_spec import LayerKind, V4DraftSpec
+from engine.models.deepseek_v4_spec import ExpertsSpec, LayerKind, V4DraftSpec
 from engine.models.headers import read_headers
 
 _STAGE = re.compile(r"(?:model\.)?mtp\.(\d+)\.(.*)")
@@ -51,13 +51,18 @@ def parse_deepseek_v4_draft(folder: Path) -> V4DraftSpec:
     mask = fields.integer("dspark_noise_token_id", minimum=0)
     wanted = fields.flag("enable_confidence_head", True)
     return V4DraftSpec(
-        layers=replace(target.layers, kinds=(window,) * stages, hashed=(False,) * stages),
+        layers=replace(
+            target.layers,
+            kinds=(window,) * stages,
+            hashed=(False,) * stages,
+            experts=_experts(fields, target.layers.experts),
+        ),
         vocab_size=target.vocab_size,
         num_speculative_tokens=fields.integer("dspark_block_size"),
         mask_token_id=check_token_id(fields, "dspark_noise_token_id", mask, target.vocab_size),
-        # [ckpt] a tap is taken after the layer of that number; a shift by one would not fail, it
-        # would only lower acceptance
-        taps=tuple(k + 1 for k in ids),
+        # [ckpt] a tap is taken after the layer of that number, in V4.1 before it; a shift by one
+        # would not fail, it would only lower acceptance
+        taps=ids if target.layers.delayed else tuple(k + 1 for k in ids),
         num_target_layers=depth,
         markov_rank=fields.integer("dspark_markov_rank"),
         # [ckpt] checkpoints may leave the head out although their config asks for it
@@ -66,6 +71,13 @@ def parse_deepseek_v4_draft(folder: Path) -> V4DraftSpec:
         max_position=target.max_position,
         dtype=target.dtype,
     )
+
+
+def _experts(fields: ConfigFields, target: ExpertsSpec) -> ExpertsSpec:
+    """The target's, but for what V4.1 says of its drafter."""
+    count = fields.integer("dspark_n_routed_experts", target.num_experts)
+    per_token = fields.integer("dspark_num_experts_per_tok", target.per_token)
+    return replace(target, num_experts=count, per_token=per_token)
 
 
 def _stages(folder: Path, names: Iterable[str]) -> tuple[int, frozenset[str]]:

@@ -7,7 +7,6 @@ not kept: when its tokens are committed they become context by way of their taps
 
 import torch
 
-from engine.kernels.hc_mix import hc_head
 from engine.kernels.linear import Linear
 from engine.kernels.markov import Chain, MarkovWeights, markov_chain
 from engine.kernels.norms import rms_norm
@@ -15,8 +14,8 @@ from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.rolling import ring_store, token_places
 from engine.kernels.sampling import SamplingRows
 from engine.kv.rolling import RollingState
-from engine.models.deepseek_v4 import DeepseekV4, shard, spread
-from engine.models.deepseek_v4_layers import RopeTables, V4Block, V4Step, take_mix
+from engine.models.deepseek_v4 import DeepseekV4, end_of, shard, spread, take_head
+from engine.models.deepseek_v4_layers import RopeTables, V4Block, V4Step
 from engine.models.deepseek_v4_spec import V4DraftSpec
 from engine.models.deepseek_v4_weights import V4Weights
 from engine.models.draft_tail import TailOrder, head_states
@@ -48,7 +47,7 @@ class V4Drafter:
         self.layers = [V4Block(layers, i, weights, f"mtp.{i}.", spec.vocab_size) for i in stages]
         keys = [f"mtp.{i}.attn.wkv" for i in stages]
         self.context_kv = weights.matrix(keys, [layers.head_dim] * len(keys), h)
-        self.head_mix = take_mix(layers, weights, f"{last}hc_head_", head=True)
+        self.head_mix = take_head(layers, weights, f"{last}hc_head_")
         self.norm = weights.take(f"{last}norm.weight", h)
         self.embedding, self.lm_head = target.embedding, target.lm_head
         self.num_logits = spec.vocab_size
@@ -116,11 +115,11 @@ class V4Drafter:
         spec = self.spec.layers
         shards = shard(len(token_ids), self.ranks, self.shard_from)
         step = V4Step(token_ids, positions, attention, kv, self.ropes, block=True, shards=shards)
-        streams = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks, shards)
+        residual = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks, shards)
         for layer, state in zip(self.layers, kv.layers, strict=True):
-            streams = layer(streams, step, state)
-        pre = hc_head(streams, self.head_mix, norm_eps=spec.norm_eps, eps=spec.hyper.eps)
-        return head_states(streams, pre, shards, self.tail_order)
+            residual = layer(residual, step, state)
+        pre = end_of(residual, self.head_mix, spec)
+        return head_states(residual.streams, pre, shards, self.tail_order)
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's part of the vocabulary, [T, V/N] rounded up, from [T, H] not normed."""

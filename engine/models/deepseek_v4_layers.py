@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -182,7 +183,8 @@ class V4Attention:
         q_low, kv = self.low(x).split((spec.q_rank, spec.head_dim), dim=1)
         q_low = rms_norm(q_low, self.q_norm, spec.norm_eps)
         q = self.q(q_low).view(len(x), self.heads, spec.head_dim)
-        q = pair_rope(rms_norm(q, self.one, spec.norm_eps), turns)
+        q = rms_norm(q, self.one, spec.norm_eps) if spec.q_head_norm else q
+        q = pair_rope(q, turns)
         chosen = self._compress(x, q_low, step, state)
         out = window_attention(
             q,
@@ -275,6 +277,13 @@ class V4Experts:
         return routed + shared
 
 
+class Residual(NamedTuple):
+    """Streams between sublayers, and how the sublayer before has collapsed them, or would have."""
+
+    streams: torch.Tensor  # [T, S, H]
+    pre: torch.Tensor | None = None  # [T, S] float32; None before the first
+
+
 class V4Block:
     """Streams through attention, then through experts."""
 
@@ -296,8 +305,8 @@ class V4Block:
         taken = self.attention.low, self.attention.q, self.attention.o, self.experts.shared_in
         return tuple(matrix for matrix in taken if isinstance(matrix, Linear))
 
-    def __call__(self, streams: torch.Tensor, step: V4Step, state: LayerState) -> torch.Tensor:
-        """[T, S, H] to [T, S, H], or those of this rank's tokens."""
+    def __call__(self, residual: Residual, step: V4Step, state: LayerState) -> Residual:
+        """Streams [T, S, H] to [T, S, H], or those of this rank's tokens."""
 
         def attend(x: torch.Tensor) -> torch.Tensor:
             return self.attention(x, step, state)
@@ -306,25 +315,28 @@ class V4Block:
             return self.experts(x, step.token_ids)
 
         shards = step.shards
-        streams = self._around(attend, streams, self.attention_mix, self.attention_norm, shards)
-        return self._around(think, streams, self.experts_mix, self.experts_norm, shards)
+        residual = self._around(attend, residual, self.attention_mix, self.attention_norm, shards)
+        return self._around(think, residual, self.experts_mix, self.experts_norm, shards)
 
     def _around(
         self,
         sublayer: Callable[[torch.Tensor], torch.Tensor],
-        streams: torch.Tensor,
+        residual: Residual,
         mix: MixWeights,
         norm: torch.Tensor,
         shards: TokenShards | None,
-    ) -> torch.Tensor:
+    ) -> Residual:
         """Into a sublayer of all tokens, which ranks do parts of, and back into the streams."""
+        streams, before = residual
         pre, post, comb = self._mix(streams, mix)
-        x = rms_norm(hc_collapse(streams, pre), norm, self.spec.norm_eps)
+        used = before if self.spec.delayed else pre
+        x = streams[:, 0] if used is None else hc_collapse(streams, used)
+        x = rms_norm(x, norm, self.spec.norm_eps)
         if shards is None:
             y = self.ranks.all_reduce(sublayer(x))
         else:
             y = shards.sum(sublayer(shards.gather(x)))
-        return hc_post(y, streams, post, comb)
+        return Residual(hc_post(y, streams, post, comb), pre)
 
     def _mix(
         self, streams: torch.Tensor, weights: MixWeights

@@ -99,6 +99,13 @@ class V4Layers:
     compressed_rope: YarnRope
     """Of all others, their window keys included."""
 
+    delayed: bool = False
+    """V4.1: streams collapse into a sublayer by what the sublayer before it has found, into the
+    first one as stream 0, and at the end by what the last one has found."""
+
+    q_head_norm: bool = True
+    """RMS norm of each query head, without a weight; V4.1 has none."""
+
     @property
     def num_layers(self) -> int:
         """Blocks."""

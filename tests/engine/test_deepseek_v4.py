@@ -1,5 +1,6 @@
 """DeepSeek-V4: logits against transformers, drafts against a dense definition, greedy equality."""
 
+import copy
 import importlib
 import os
 import random
@@ -27,11 +28,14 @@ from engine.models.loader import Checkpoint
 from engine.models.target_config import parse_target
 from tests.helpers.checkpoints import read_tensors
 from tests.helpers.deepseek_v4 import (
+    DELAYED,
     GAMMA,
     HEAVY,
+    MARKOV_NAMES,
     SPARSE,
     STAGES,
     TAPS,
+    PlainDelayed,
     PlainV4Draft,
     write_deepseek_v4,
 )
@@ -158,6 +162,29 @@ def test_packed_weights_are_their_numbers(tmp_path: Path, kind: str) -> None:
         assert outputs(make_engine(folder, folder), many) == outputs(make_engine(folder), many)
 
 
+def test_delayed_streams_and_their_drafter(tmp_path: Path) -> None:
+    """As in V4.1: against a dense definition of target and drafter, and its drafts in the round."""
+    windows = ("sliding_attention",) * 4
+    folder = write_deepseek_v4(tmp_path / "v4", kinds=windows, delayed=True)
+    plain, ids = PlainDelayed(folder), [(11 * i * i + 5 * i) % 120 + 4 for i in range(40)]
+    want = plain.states(ids)[1].float()
+    fed, at = Fed(load(folder), 1, 40, GAMMA + 1), 0
+    for count in (17, 1, 5, 2, 15):
+        (got,) = fed.feed([(0, at, ids[at : at + count])])
+        torch.testing.assert_close(got, want[at : at + count], **TOLERANCE)
+        at += count
+    many = requests(prompts(2, seed=6, longest=20), max_tokens=9)
+    greedy = outputs(make_engine(folder), many)
+    engine = make_engine(folder, folder)
+    seen = record_drafts(engine)
+    teach(engine, greedy, 0.6)
+    assert outputs(engine, many) == greedy
+    for tokens, drafts, confidence in seen[::2]:
+        ids, logits = plain.draft(tokens)
+        assert drafts == ids
+        torch.testing.assert_close(confidence, torch.tensor(logits), atol=2e-4, rtol=2e-4)
+
+
 def test_rejected_drafts_undo_nothing(folder: Path, reference: PlainTarget) -> None:
     """Two sequences in ragged batches; wrong tokens are fed behind right ones, any number of them.
 
@@ -248,37 +275,43 @@ def test_golden_logits() -> None:
 
 
 @needs_fixtures
-def test_the_drafter_of_the_reference(folder: Path) -> None:
-    """Another hand's definition of the drafter, on this checkpoint's weights."""
+@pytest.mark.parametrize("delayed", [False, True])
+def test_the_drafter_of_the_reference(tmp_path: Path, delayed: bool) -> None:
+    """Another hand's definition of the drafter, V4's and V4.1's, on these weights and taps."""
     sys.path.insert(0, str(GOLDEN))
     try:
         ref_v4 = importlib.import_module("ref_v4")
     finally:
         sys.path.remove(str(GOLDEN))
-    target = PlainTarget(folder)
+    windows = {"kinds": ("sliding_attention",) * 4} if delayed else {}
+    folder = write_deepseek_v4(tmp_path / "v4", delayed=delayed, **windows)
     weights = {n.removeprefix("mtp."): t for n, t in read_tensors(folder).items() if "mtp." in n}
-    ref = ref_v4.from_hf(target.model, 200)
-    stages = [reference_stage(weights, f"{k}.") for k in range(STAGES)]
-    last = f"{STAGES - 1}."
-    head = {
+    last, count = f"{STAGES - 1}.", DELAYED["dspark_n_routed_experts"] if delayed else 8
+    stages = [reference_stage(weights, f"{k}.", count) for k in range(STAGES)]
+    first, second = (weights[f"{last}markov_head.{n}.weight"] for n in MARKOV_NAMES[delayed])
+    head: dict[str, Any] = {
         "main_proj": weights["0.main_proj.weight"],
         "main_norm": weights["0.main_norm.weight"],
         "norm": weights[f"{last}norm.weight"],
-        "w1": weights[f"{last}markov_head.markov_w1.weight"],
-        "w2": weights[f"{last}markov_head.markov_w2.weight"],
+        "w1": first,
+        "w2": second,
         "conf": weights[f"{last}confidence_head.proj.weight"],
-        "hc_head": {n: weights[f"{last}hc_head_{n}"] for n in ("fn", "base", "scale")},
     }
+    if not delayed:
+        head["hc_head"] = {n: weights[f"{last}hc_head_{n}"] for n in ("fn", "base", "scale")}
+    target: Any = PlainDelayed(folder) if delayed else PlainTarget(folder)
+    config = copy.copy(target.config if delayed else target.model.config)
+    config.num_experts_per_tok = target.per_token if delayed else config.num_experts_per_tok
+    names = read_tensors(folder)
+    top = {"embed": names["model.embed_tokens.weight"], "head": names["head.weight"]}
     engine = make_engine(folder, folder)
     seen = record_drafts(engine)
     outputs(engine, requests(prompts(2, seed=8, longest=30), max_tokens=6))
     for tokens, ids, confidence in seen[::2]:
-        draft = ref_v4.DSparkRef(
-            target.model.config, stages, head, ref.top, 200, GAMMA, MASK, False
-        )
-        ref.reset()
+        draft = ref_v4.DSparkRef(config, stages, head, top, 200, GAMMA, MASK, delayed)
+        states, _ = target.states(tokens[:-1])
+        taps = torch.cat([states[k + (not delayed)].mean(dim=1) for k in TAPS], dim=1).float()
         with torch.no_grad():
-            _, taps = ref.forward(tokens[:-1], 0, TAPS)
             draft.write_context(taps, 0)
             drafts, chances = draft.draft(tokens[-1], len(tokens) - 1)
         assert ids == drafts
@@ -286,10 +319,10 @@ def test_the_drafter_of_the_reference(folder: Path) -> None:
         torch.testing.assert_close(confidence.sigmoid(), torch.tensor(chances), atol=1e-4, rtol=0.0)
 
 
-def reference_stage(w: dict[str, torch.Tensor], k: str) -> dict[str, Any]:
+def reference_stage(w: dict[str, torch.Tensor], k: str, count: int) -> dict[str, Any]:
     """A stage as `ref_v4` names it."""
     names = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "q_norm", "kv_norm")
-    experts = [f"{k}ffn.experts.{e}." for e in range(8)]
+    experts = [f"{k}ffn.experts.{e}." for e in range(count)]
     gate_up = [torch.cat((w[e + "w1.weight"], w[e + "w3.weight"])) for e in experts]
     return {
         **{n: w[f"{k}attn.{n}.weight"] for n in names},

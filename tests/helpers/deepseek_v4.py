@@ -29,6 +29,13 @@ SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = ("sliding_attention", SPARSE, HEAVY, SPARSE)
 RATIOS = {"sliding_attention": 0, SPARSE: 4, HEAVY: 128}
 WINDOW, GAMMA, STAGES, TAPS, RANK = 8, 4, 2, (1, 3), 6
+DELAYED = {
+    "hc_pre_from_prev_sublayer": True,
+    "q_head_norm": False,
+    "dspark_n_routed_experts": 4,
+    "dspark_num_experts_per_tok": 3,
+}
+MARKOV_NAMES = {False: ("markov_w1", "markov_w2"), True: ("embed", "head")}
 
 
 def write_deepseek_v4(
@@ -40,6 +47,7 @@ def write_deepseek_v4(
     draft: bool = True,
     confidence: bool = True,
     packed: str | None = None,
+    delayed: bool = False,
     config: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
@@ -55,6 +63,9 @@ def write_deepseek_v4(
         confidence: With its confidence head?
         packed: "fp4" or "fp8" routed experts, the rest as released checkpoints have it; then
             folder / "plain" has the same numbers unpacked, as transformers saves them.
+        delayed: As V4.1 is: streams collapse by what the sublayer before has found, query heads
+            are not normed, no experts are looked up, the drafter has other experts than the target.
+            Then transformers is no reference: see `PlainDelayed`.
         config: Merged into config.json at the end.
         seed: Of all weights.
     """
@@ -62,7 +73,8 @@ def write_deepseek_v4(
 
     logging.disable_progress_bar()
     # gate and up of fp8 experts lie in blocks of their own
-    model = _random_target(tuple(kinds), heavy, 128 if packed == "fp8" else 32, seed)
+    width = 128 if packed == "fp8" else 32
+    model = _random_target(tuple(kinds), heavy, width, seed, hashed=not delayed)
     memory = {n: t.clone() for n, t in model.state_dict().items() if "inv_freq" not in n}
     model.save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
@@ -72,11 +84,15 @@ def write_deepseek_v4(
     elif names == "released":
         tensors = {_released(name): tensor for name, tensor in tensors.items()}
         values = _released_config(values, tuple(kinds), heavy)
+    if delayed:
+        tensors = {n: x for n, x in tensors.items() if "hc_head" not in n}
+        values |= DELAYED
     if packed:
         assert names == "released"
         values["quantization_config"] = QUANTISED
     if draft:
-        tensors |= draft_tensors(model.config, confidence=confidence, seed=seed + 1)
+        how = {"confidence": confidence, "delayed": delayed, "seed": seed + 1}
+        tensors |= draft_tensors(model.config, **how)
         values |= {
             "dspark_block_size": GAMMA,
             "dspark_noise_token_id": MASK,
@@ -134,7 +150,9 @@ def _saved(name: str) -> str:
     return f"model.{name}"
 
 
-def _random_target(kinds: tuple[str, ...], heavy: int, width: int, seed: int) -> Any:
+def _random_target(
+    kinds: tuple[str, ...], heavy: int, width: int, seed: int, *, hashed: bool
+) -> Any:
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     made = DeepseekV4Config(
@@ -153,7 +171,7 @@ def _random_target(kinds: tuple[str, ...], heavy: int, width: int, seed: int) ->
         swiglu_limit=0.8,
         layer_types=list(kinds),
         compress_rates={SPARSE: 4, HEAVY: heavy},
-        mlp_layer_types=["hash_moe"] + ["moe"] * (len(kinds) - 1),
+        mlp_layer_types=["hash_moe" if hashed else "moe"] + ["moe"] * (len(kinds) - 1),
         sliding_window=WINDOW,
         # scores of few heads are often exactly 0 after the ReLU, and ties are anyone's choice
         index_n_heads=16,
@@ -199,10 +217,13 @@ def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> tor
     return 1.2 * noise * shape[-1] ** -0.5
 
 
-def draft_tensors(config: Any, *, confidence: bool, seed: int) -> dict[str, torch.Tensor]:
+def draft_tensors(
+    config: Any, *, confidence: bool, delayed: bool, seed: int
+) -> dict[str, torch.Tensor]:
     """A random drafter by its released names."""
     h, d, heads, s = config.hidden_size, config.head_dim, config.num_attention_heads, config.hc_mult
-    e, i, low = config.n_routed_experts, config.moe_intermediate_size, config.q_lora_rank
+    e = DELAYED["dspark_n_routed_experts"] if delayed else config.n_routed_experts
+    i, low = config.moe_intermediate_size, config.q_lora_rank
     groups, rank = config.o_groups, config.o_lora_rank
     shapes: dict[str, tuple[int, ...]] = {
         "0.main_proj.weight": (h, len(TAPS) * h),
@@ -232,14 +253,12 @@ def draft_tensors(config: Any, *, confidence: bool, seed: int) -> dict[str, torc
                 block[f"ffn.{expert}.{n}.weight"] = shape
         shapes |= {f"{k}.{name}": shape for name, shape in block.items()}
     last = STAGES - 1
-    shapes |= {
-        f"{last}.norm.weight": (h,),
-        f"{last}.hc_head_fn": (s, s * h),
-        f"{last}.hc_head_base": (s,),
-        f"{last}.hc_head_scale": (1,),
-        f"{last}.markov_head.markov_w1.weight": (config.vocab_size, RANK),
-        f"{last}.markov_head.markov_w2.weight": (config.vocab_size, RANK),
-    }
+    for n in MARKOV_NAMES[delayed]:
+        shapes[f"{last}.markov_head.{n}.weight"] = (config.vocab_size, RANK)
+    shapes[f"{last}.norm.weight"] = (h,)
+    if not delayed:
+        shapes[f"{last}.hc_head_fn"] = (s, s * h)
+        shapes |= {f"{last}.hc_head_base": (s,), f"{last}.hc_head_scale": (1,)}
     if confidence:
         shapes[f"{last}.confidence_head.proj.weight"] = (1, h + RANK)
     generator = torch.Generator().manual_seed(seed)
@@ -281,11 +300,13 @@ def _released_config(values: dict[str, Any], kinds: tuple[str, ...], heavy: int)
 class PlainV4Draft:
     """What a draft block computes, from the target's streams of all tokens before the anchor."""
 
+    delayed = False
+
     def __init__(self, folder: Path, target: Any) -> None:
         """Read the weights; `target` is a PlainTarget."""
         self.target = target
         config = target.model.config
-        self.config = config
+        self.config, self.per_token = config, config.num_experts_per_tok
         self.w = {
             n.removeprefix("mtp."): t.double()
             for n, t in read_tensors(folder).items()
@@ -297,22 +318,34 @@ class PlainV4Draft:
 
     def draft(self, tokens: Sequence[int]) -> tuple[list[int], list[float]]:
         """Drafts and confidence logits after `tokens`, the last of which is the anchor."""
-        w, last, first = self.w, f"{STAGES - 1}.", len(tokens) - 1
+        first = len(tokens) - 1
         states, _ = self.target.states(tokens)
         taps = torch.cat([states[k + 1][:first].double().mean(dim=1) for k in TAPS], dim=1)
+        return self.finish(self.block(tokens[-1], taps), tokens[-1])
+
+    def block(self, anchor: int, taps: torch.Tensor) -> torch.Tensor:
+        """What the head reads, [G, H], given taps [P, A * H] of all tokens before the anchor."""
+        w, last, first = self.w, f"{STAGES - 1}.", len(taps)
         context = self._norm(taps @ w["0.main_proj.weight"].T, w["0.main_norm.weight"])
-        ids = torch.tensor([tokens[-1], *[MASK] * (GAMMA - 1)])
+        ids = torch.tensor([anchor, *[MASK] * (GAMMA - 1)])
         streams = self.embed[ids][:, None].repeat(1, 4, 1)
+        pre = None
         for k in range(STAGES):
-            streams = self._stage(f"{k}.", streams, context, first)
-        mix = [w[f"{last}hc_head_{n}"] for n in ("fn", "base", "scale")]
-        pre = torch.sigmoid(self._dots(streams, mix[0]) * mix[2] + mix[1]) + self.config.hc_eps
-        hidden = torch.einsum("ts,tsh->th", pre, streams)
+            streams, pre = self._stage(f"{k}.", streams, pre, (context, first))
+        if not self.delayed:
+            mix = [w[f"{last}hc_head_{n}"] for n in ("fn", "base", "scale")]
+            pre = torch.sigmoid(self._dots(streams, mix[0]) * mix[2] + mix[1]) + self.config.hc_eps
+        return torch.einsum("ts,tsh->th", pre, streams)
+
+    def finish(self, hidden: torch.Tensor, anchor: int) -> tuple[list[int], list[float]]:
+        """Left to right over one block."""
+        w, last = self.w, f"{STAGES - 1}."
         base = self._norm(hidden, w[f"{last}norm.weight"]) @ self.head.T
-        drafts, confidences, before = [], [], tokens[-1]
+        first, second = (w[f"{last}markov_head.{n}.weight"] for n in MARKOV_NAMES[self.delayed])
+        drafts, confidences, before = [], [], anchor
         for k in range(GAMMA):
-            e = w[f"{last}markov_head.markov_w1.weight"][before]
-            logits = base[k] + w[f"{last}markov_head.markov_w2.weight"] @ e
+            e = first[before]
+            logits = base[k] + second @ e
             if f"{last}confidence_head.proj.weight" in w:
                 row = w[f"{last}confidence_head.proj.weight"][0]
                 confidences.append(float(row @ torch.cat((hidden[k], e))))
@@ -339,15 +372,21 @@ class PlainV4Draft:
         return torch.tensor([10000.0 ** (-i / 4) for i in range(4)]).double()
 
     def _stage(
-        self, k: str, streams: torch.Tensor, context: torch.Tensor, first: int
-    ) -> torch.Tensor:
+        self,
+        k: str,
+        streams: torch.Tensor,
+        before: torch.Tensor | None,
+        where: tuple[torch.Tensor, int],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         for part, norm in (("attn", "attn_norm"), ("ffn", "ffn_norm")):
             pre, post, comb = self._mix(streams, f"{k}hc_{part}_")
-            x = self._norm(torch.einsum("ts,tsh->th", pre, streams), self.w[f"{k}{norm}.weight"])
-            y = self._attend(k, x, context, first) if part == "attn" else self._experts(k, x)
+            used = before if self.delayed else pre
+            x = streams[:, 0] if used is None else torch.einsum("ts,tsh->th", used, streams)
+            x = self._norm(x, self.w[f"{k}{norm}.weight"])
+            y = self._attend(k, x, *where) if part == "attn" else self._experts(k, x)
             mixed = torch.einsum("tij,tih->tjh", comb, streams)
-            streams = torch.einsum("tj,th->tjh", post, y) + mixed
-        return streams
+            streams, before = torch.einsum("tj,th->tjh", post, y) + mixed, pre
+        return streams, before
 
     def _mix(self, streams: torch.Tensor, prefix: str) -> tuple[torch.Tensor, ...]:
         fn, base, scale = (self.w[prefix + n] for n in ("fn", "base", "scale"))
@@ -367,10 +406,14 @@ class PlainV4Draft:
             return self._turn(kv, at, 1)
 
         low = self._norm(x @ w[f"{k}attn.wq_a.weight"].T, w[f"{k}attn.q_norm.weight"])
-        q = self._norm((low @ w[f"{k}attn.wq_b.weight"].T).view(len(x), -1, d), 1.0)
-        q = self._turn(q, first, 1)
+        q = (low @ w[f"{k}attn.wq_b.weight"].T).view(len(x), -1, d)
+        q = self._turn(q if self.delayed else self._norm(q, 1.0), first, 1)
         seen = torch.cat((keys(context, 0)[-WINDOW:], keys(x, first)))
         scores = torch.einsum("qhd,kd->qhk", q, seen) / math.sqrt(d)
+        if not len(context):  # a target's own tokens, in its window
+            ages = torch.arange(len(x))[:, None] - torch.arange(len(x))
+            outside = (ages < 0) | (ages >= WINDOW)
+            scores = scores.masked_fill(outside[:, None], float("-inf"))
         sinks = w[f"{k}attn.attn_sink"]
         weights = scores.exp() / (scores.exp().sum(-1) + sinks.exp())[..., None]
         out = self._turn(torch.einsum("qhk,kd->qhd", weights, seen), first, -1)
@@ -383,7 +426,8 @@ class PlainV4Draft:
         scores = torch.log1p((x @ w[f"{k}ffn.gate.weight"].T).exp()).sqrt()
         out = []
         for row, score in zip(x, scores, strict=True):
-            best = (score + w[f"{k}ffn.gate.bias"]).topk(c.num_experts_per_tok).indices.tolist()
+            count = self.per_token if k[0].isdigit() else c.num_experts_per_tok
+            best = (score + w[f"{k}ffn.gate.bias"]).topk(count).indices.tolist()
             total = sum(score[e] for e in best)
             y = self._expert(f"{k}ffn.shared_experts.", row)
             for e in best:
@@ -397,3 +441,35 @@ class PlainV4Draft:
         gate = (w[f"{prefix}w1.weight"] @ x).clamp(max=limit)
         up = (w[f"{prefix}w3.weight"] @ x).clamp(-limit, limit)
         return w[f"{prefix}w2.weight"] @ (gate / (1 + (-gate).exp()) * up)
+
+
+class PlainDelayed(PlainV4Draft):
+    """The same for checkpoints that are `delayed`, and their targets of windows alone."""
+
+    delayed = True
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoConfig
+
+        self.config = AutoConfig.from_pretrained(folder)
+        self.per_token = DELAYED["dspark_num_experts_per_tok"]
+        tensors = {_released(n): x.double() for n, x in read_tensors(folder).items()}
+        self.w = {n.removeprefix("mtp."): x for n, x in tensors.items()}
+        self.embed, self.head = self.w["embed.weight"], self.w["head.weight"]
+
+    def states(self, tokens: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Streams before each layer and after the last, [T, S, H], and logits [T, V]."""
+        streams, pre = self.embed[torch.tensor(list(tokens))][:, None].repeat(1, 4, 1), None
+        taken = [streams]
+        nothing = streams.new_zeros(0, self.config.hidden_size)
+        for i in range(self.config.num_hidden_layers):
+            streams, pre = self._stage(f"layers.{i}.", streams, pre, (nothing, 0))
+            taken.append(streams)
+        hidden = self._norm(torch.einsum("ts,tsh->th", pre, streams), self.w["norm.weight"])
+        return taken, hidden @ self.head.T
+
+    def draft(self, tokens: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Taps are taken before the layers of those numbers."""
+        states, _ = self.states(tokens[:-1])
+        taps = torch.cat([states[k].mean(dim=1) for k in TAPS], dim=1)
+        return self.finish(self.block(tokens[-1], taps), tokens[-1])

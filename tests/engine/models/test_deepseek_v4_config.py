@@ -114,6 +114,19 @@ def test_the_released_spelling(tmp_path: Path) -> None:
     assert (spec.dtype, spec.eos_token_ids) == ("bfloat16", (1,))
 
 
+def test_delayed_streams_are_said_by_two_keys(tmp_path: Path) -> None:
+    """Then taps are taken before their layers, and the drafter may have experts of its own."""
+    more = {"hc_pre_from_prev_sublayer": True, "q_head_norm": False}
+    own = {"dspark_n_routed_experts": 12, "dspark_num_experts_per_tok": 3}
+    spec = parse_draft(write(tmp_path, MTP, **more, **own))
+    assert isinstance(spec, V4DraftSpec)
+    assert spec.layers.delayed
+    assert not spec.layers.q_head_norm
+    assert spec.taps == (2, 3, 4)
+    assert (spec.layers.experts.num_experts, spec.layers.experts.per_token) == (12, 3)
+    assert parse_target(tmp_path).layers.experts.num_experts == 16
+
+
 def test_transformers_spelling_means_the_same(tmp_path: Path) -> None:
     want = parse_target(write(tmp_path))
     assert parse_target(write(tmp_path, **dict.fromkeys(GONE), **MODERN)) == want
@@ -138,8 +151,7 @@ def test_transformers_spelling_means_the_same(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 17}, "must be at most n_routed_experts 16, got 17"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"o_groups": 3}, "must be a multiple of o_groups, got 8 and 3"),
-        ({"hc_pre_from_prev_sublayer": True}, "V4.1 and other variants are not served"),
-        ({"q_head_norm": False}, "V4.1 and other variants are not served"),
+        ({"kv_source_layer_ids": [2, 8]}, "kv_source_layer_ids=[2, 8]"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"rope_scaling": {"type": "longrope"}}, "asks for rope type 'longrope'"),
         ({**MODERN, "rope_scaling": {"type": "default"}}, "does not agree with rope_parameters"),
