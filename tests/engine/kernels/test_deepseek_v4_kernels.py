@@ -1,5 +1,6 @@
 """A whole DeepSeek-V4 with its drafter, through kernels: what references give."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -172,6 +173,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_triton
+@pytest.mark.skipif(
+    INTERPRETED and "DSPARK_FULL" not in os.environ,
+    reason="seconds, interpreted, and ops are tested one by one: set DSPARK_FULL",
+)
 def test_a_round_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, draft context, draft blocks, a rejection, packed weights: all ops together."""
     with torch.inference_mode():
