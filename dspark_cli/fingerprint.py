@@ -37,6 +37,9 @@ NOTED = (
     "version",
 )
 
+SPECULATIVE = ("draft", "num_speculative_tokens", "verify", "max_model_len")
+"""Of NOTED: greedy text stays, sampled tokens, statistics and which rows are too long may not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from dspark_cli.fingerprint import DECISIVE, NOTED, changes
+from dspark_cli.fingerprint import DECISIVE, NOTED, SPECULATIVE, changes
 from dspark_cli.journal import read_run
 from dspark_cli.jsonl import loads
 from dspark_cli.output import OutputPaths, Replacing
@@ -15,6 +15,12 @@ from dspark_cli.sharding import Shard
 from engine.errors import ConfigError, DSparkError, RequestError
 
 _SHOWN = 20
+_SAME = DECISIVE + SPECULATIVE
+"""Settings of one run: a resumed run may change some of them, shards of one run do not differ."""
+
+_FREE = tuple(name for name in NOTED if name not in SPECULATIVE)
+_ASKED = ("max_tokens", "n", "passthrough")
+"""Settings that a finished shard's journal notes at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +69,11 @@ def check_parts(parts: list[Part]) -> list[str]:
     wrong = _wrong_set(parts)
     notes: list[str] = []
     for part in parts[1:]:
-        for names, found in ((DECISIVE, wrong), (NOTED, notes)):
+        for names, found in ((_SAME, wrong), (_FREE, notes)):
             for change in changes(parts[0].header, part.header, names):
                 if "auto" not in (change.then, change.now):  # no row of it needed an engine
                     found.append(_between(change.name, change.then, parts[0], change.now, part))
-    wrong += _other_inputs(parts)
+    wrong += _other_runs(parts)
     if wrong:
         raise _refuse("these are not all shards of one run", wrong)
     return notes
@@ -232,17 +238,21 @@ def _between(name: str, then: Any, first: Part, now: Any, part: Part) -> str:
     return f"{name.replace('_', '-')}: {then!r} in {first.shard}, {now!r} in {part.shard}"
 
 
-def _other_inputs(parts: list[Part]) -> list[str]:
+def _other_runs(parts: list[Part]) -> list[str]:
     known = [part for part in parts if part.complete is not None]
-    wrong = []
+    wrong: list[str] = []
     for part in known[1:]:
         mine, theirs = known[0].complete, part.complete
         assert mine is not None
         assert theirs is not None
+        wrong += [
+            _between(change.name, change.then, known[0], change.now, part)
+            for change in changes(mine, theirs, _ASKED)
+        ]
         if (mine["rows_read"], mine["sha256"]) != (theirs["rows_read"], theirs["sha256"]):
             wrong.append(
                 f"shard {part.shard} has read {theirs['rows_read']} rows, which are not the "
-                f"{mine['rows_read']} of {known[0].shard}"
+                f"{mine['rows_read']} of {known[0].shard}: one of them had another INPUT"
             )
     return wrong
 

@@ -65,6 +65,8 @@ def merge(**values: Any) -> None:
     or if they were made with other settings or from other rows. The shards' files stay.
     """
     given = MergeOptions(**values)
+    if str(given.output) == "-":
+        raise ConfigError("merge writes files, and -o - is none", "give -o OUT, and read OUT")
     paths = OutputPaths.of(str(given.output))
     assert paths.rows is not None
     assert paths.errors is not None
@@ -88,10 +90,12 @@ def merge(**values: Any) -> None:
 
 
 def _beside(output: Path) -> list[Path]:
-    """The shards' outputs that are named after OUT."""
-    found = sorted(output.parent.glob(f"{escape(output.stem)}.shard-*-of-*{output.suffix}"))
+    """The shards' outputs that are named after OUT, those that only begun shards will have too."""
+    begin = f"{escape(output.stem)}.shard-*-of-*"
+    found = set(output.parent.glob(f"{begin}{output.suffix}"))
+    found |= {path.with_suffix(output.suffix) for path in output.parent.glob(f"{begin}.journal")}
     kinds = (".errors.jsonl", ".journal")
-    shards = [path for path in found if not path.name.endswith(kinds)]
+    shards = sorted(path for path in found if not path.name.endswith(kinds))
     if not shards:
         raise ConfigError(
             f"there are no shards of {output}", "name their outputs, or the -o of their runs"

@@ -172,6 +172,10 @@ class GenerateRun:
             "rows_read": self.rows.read,
             "sha256": self.rows.sha256,
             "lines": len(job.slots),
+            # what a resumed run may change, but not one shard of several
+            "max_tokens": self.rules.params.max_tokens,
+            "n": self.rules.n,
+            "passthrough": self.rules.passthrough,
         }
         if journal.complete != found:
             journal.append({"type": "complete", "input": found})

@@ -137,6 +137,9 @@ def test_what_is_not_the_whole_run_is_refused_with_a_list(split: Bench) -> None:
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(line for line in lines if b'"complete"' not in line))
     assert "shard 2/3 is not finished" in merge(split, code=2).err
+    paths[1].unlink()  # a run that was stopped has written no output yet
+    assert "shard 2/3 is not finished" in merge(split, code=2).err
+    paths[1].write_bytes(kept)
     journal.write_bytes(b"".join(lines))
 
     split.write(ROWS[:-1])
@@ -146,7 +149,18 @@ def test_what_is_not_the_whole_run_is_refused_with_a_list(split: Bench) -> None:
     split.write(ROWS)
     shards(split, 3, "--temperature", "0.5", "--overwrite", only=(3,))
     assert "temperature: 0.0 in 1/3, 0.5 in 3/3" in merge(split, code=2).err
+    for option, value, was in (
+        ("--max-tokens", "3", 1024),
+        ("--n", "2", 1),
+        ("--verify", "all", None),
+        ("--max-model-len", "60", None),
+    ):
+        shards(split, 3, option, value, "--overwrite", only=(3,))
+        text = merge(split, code=2).err
+        now = int(value) if value.isdigit() else value
+        assert f"{option[2:]}: {was!r} in 1/3, {now!r} in 3/3" in text
     shards(split, 3, "--overwrite", only=(3,))
+    assert "-o - is none" in split.call("merge", "-o", "-", one, two, three).err
     assert not split.output.exists()
     merge(split, code=3)
 
