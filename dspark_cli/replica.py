@@ -6,12 +6,13 @@ Messages are JSON, a line each. Here: `requests`. Back: `progress` of loading, `
 
 import json
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from engine.child import leave_signals_to_parent, read_boot
@@ -48,17 +49,17 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send; a parent that is gone ends this process."""
+        """Send; if nobody is there to read it, `lines` ends, too."""
         data = json.dumps(message).encode() + b"\n"
-        try:
-            with self._sending:
-                self._end.sendall(data)
-        except OSError:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with self._sending, suppress(ConnectionError):
+            self._end.sendall(data)
 
-    def lines(self) -> Any:
-        """What comes, line by line, until the other end is closed."""
-        return self._end.makefile("rb")
+    def lines(self) -> Iterator[bytes]:
+        """What comes, whole line by whole line, until the other end is closed."""
+        stream = self._end.makefile("rb")
+        with suppress(ConnectionError):  # closed before it had read all: a reset
+            while (line := stream.readline()).endswith(b"\n"):
+                yield line
 
 
 def _serve(connection: Connection, boot: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -250,16 +251,14 @@ class _Member:
     def send(self, requests: list[Request]) -> None:
         """Give it requests; if it has just died, reading will tell."""
         message = {"requests": [request.to_json() for request in requests]}
-        try:
+        with suppress(ConnectionError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionResetError):
-            return
 
     def read(self) -> list[bytes] | None:
         """Whole lines that have come; None once there will be no more."""
         try:
             data = self.connection.recv(_READ_BYTES)
-        except ConnectionResetError:
+        except ConnectionError:
             data = b""
         if not data:
             return None
@@ -293,11 +292,13 @@ class _Member:
         return replace(counted, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0)
 
     def hang_up(self) -> None:
-        """Say that nothing more comes."""
+        """Say that nothing more comes; what it still says is not in its way."""
         if self._child is not None:
-            self.connection.close()
+            with suppress(OSError):  # it has ended, or is forgotten
+                self.connection.shutdown(socket.SHUT_WR)
 
     def end(self, timeout: float) -> None:
         """Wait for its end, then kill."""
         if self._child is not None:
             self._child.wait(timeout)
+            self.connection.close()

@@ -3,16 +3,18 @@
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dspark_cli import replicas
-from dspark_cli.parts import share_out
+from dspark_cli import replica, replicas
+from dspark_cli.parts import Share, share_out
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.feed import Feed
 from engine.telemetry import EngineStats, ScheduleStats, merge
 from tests.cli import fake
 from tests.cli.conftest import Bench
@@ -170,6 +172,29 @@ def test_replicas_end_with_their_parent_and_leave_ctrl_c_to_it(
     assert len(ids_made(bench)) == 30
 
 
+@pytest.mark.parametrize("sent", [b"", b'{"requests": []}\n', b'{"requests": [{"half a'])
+def test_a_connection_that_is_reset_has_ended(sent: bytes) -> None:
+    """An end that closes with something unread resets the other one, which is no error there."""
+    ours, theirs = socket.socketpair()
+    connection, feed = replica.Connection(theirs), Feed()
+    connection.send({"stats": "nobody reads this"})
+    ours.sendall(sent)
+    ours.close()
+    replica._listen(connection, feed)
+    with pytest.raises(StopIteration):
+        next(feed)
+    connection.send({"stats": "nor this"})
+    theirs.close()
+    ours, theirs = socket.socketpair()
+    member = replicas._Member(0, Share(EngineConfig(model="m")), None)
+    member.connection = ours
+    member.send([])
+    theirs.close()
+    assert member.read() is None
+    member.send([])
+    ours.close()
+
+
 def test_what_cannot_be_loaded_is_told_once_and_not_tried_again(many: Bench) -> None:
     many.write(ROWS[:3])
     folder = many.folder / "unloadable"
@@ -188,7 +213,8 @@ def test_an_engine_that_breaks_is_told_with_its_own_error(many: Bench) -> None:
     many.write([{"prompt": "RAISE"}])
     text = many.generate(*TWO, code=1).err
     assert "RuntimeError: the engine broke (3 times now)" in text
-    assert text.count("it is started again") == 4, "each of two replicas twice"
+    # one twice, the other once or twice: the row goes to the one that is ready first
+    assert text.count("it is started again") in (3, 4)
 
 
 @pytest.mark.parametrize("args", [["--trace", "t.json"], ["--compare-plain"]])
