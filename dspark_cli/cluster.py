@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 from dspark_cli.cluster_plan import PACKETS, connect, plan_engines
@@ -115,6 +115,8 @@ class Cluster:
                 state = self._hand_out(source)
             if not self._waiting:
                 if state == "ended":
+                    with suppress(DSparkError):  # every row is made, whatever else is told
+                        self._take_last_news()
                     return
                 if state == "not yet":
                     raise DSparkError(
@@ -313,7 +315,7 @@ class Cluster:
         )
 
     def _take_last_news(self) -> None:
-        """What was told before everything went down, if anybody can still say it."""
+        """What was told before the end, if anybody can still say it."""
         try:
             news = self._ray.get(self._mailbox.news.remote(), timeout=1.0)
         except self._ray.exceptions.RayError:

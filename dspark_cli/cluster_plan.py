@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,9 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 _CUDA_SEQS, _CPU_SEQS = 256, 32
+_ANSWER_S = 5.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_START = "start a cluster with `ray start --head`, or give --cluster local"
 _PER_PACKET = 8
 """Packets to a full batch: one is done when its longest row is."""
 
@@ -71,8 +76,8 @@ def plan_engines(config: EngineConfig, asked: int | None, nodes: list[dict[str, 
     return Plan(plain, count, ranks * (threads or 1), 0, rows)
 
 
-def connect(address: str) -> Any:
-    """Join a cluster, or start one here.
+def import_ray(address: str) -> Any:
+    """Ray, for a cluster that is not looked for yet.
 
     Args:
         address: As for Cluster.
@@ -81,7 +86,7 @@ def connect(address: str) -> Any:
         The module `ray`.
 
     Raises:
-        ConfigError: Ray is not installed, or there is no such cluster.
+        ConfigError: Ray is not installed, or the address is not one for this.
     """
     if address.startswith("ray://"):
         raise ConfigError(
@@ -97,18 +102,59 @@ def connect(address: str) -> Any:
         raise ConfigError(
             "--cluster needs Ray, which is not installed", "pip install 'dspark[cluster]'"
         ) from None
+    return ray
+
+
+def connect(address: str) -> Any:
+    """Join a cluster, or start one here.
+
+    Args:
+        address: As for Cluster.
+
+    Returns:
+        The module `ray`.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no such cluster.
+    """
+    ray = import_ray(address)
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    check_answers(address, named, ray.util.get_node_ip_address)
     before = signal.getsignal(signal.SIGTERM)
     local = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"--cluster {address}: {reason}",
-            "start a cluster with `ray start --head`, or give --cluster local",
-        ) from None
+        raise ConfigError(f"--cluster {address}: {reason}", _START) from None
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)  # ray.init takes it for itself
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     return ray
+
+
+def check_answers(address: str, named: str, own_host: Callable[[], str]) -> None:
+    """Refuse an address where nobody listens, for which Ray would wait long, deaf to signals.
+
+    Args:
+        address: As it was given.
+        named: What it stands for; without a port it is left to Ray.
+        own_host: Says under which address Ray looks for a cluster of this host.
+
+    Raises:
+        ConfigError: Nothing answers there.
+    """
+    host, _, port = named.rpartition(":")
+    host = host.strip("[]")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    if host in _LOOPBACK:
+        host = own_host()
+    try:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"--cluster {address}: nothing answers at {named} ({reason})", _START
+        ) from None

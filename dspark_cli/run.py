@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from dspark_cli import backend
+from dspark_cli.cluster_plan import import_ray
 from dspark_cli.compare import Comparison, compare_plain
 from dspark_cli.dryrun import context_length, examine, print_report
 from dspark_cli.front import Front, Single
@@ -69,6 +70,8 @@ class GenerateRun:
 
     def dry_run(self) -> int:
         """Report on the input; the exit code."""
+        if self.given.cluster is not None:
+            import_ray(self.given.cluster)
         backend.check_checkpoints(self.config)
         folder = backend.locate_checkpoint(self.config.model, "target")
         tokenizer = backend.load_tokenizer(folder)

@@ -5,6 +5,7 @@ With Ray and real engines: tests/e2e/test_cluster.py.
 
 import json
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from dspark_cli import cluster
-from dspark_cli.cluster_plan import plan_engines
+from dspark_cli.cluster_plan import check_answers, plan_engines
 from dspark_cli.front import describe
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -218,7 +219,39 @@ def test_without_ray_the_error_says_which_extra(
     text = bench.generate("--cluster", "auto", code=2).err
     assert "--cluster needs Ray, which is not installed" in text
     assert "pip install 'dspark[cluster]'" in text
-    assert "ray job submit" in bench.generate("--cluster", "ray://head:10001", code=2).err
+    far = bench.generate("--cluster", "ray://head:10001", code=2).err
+    assert "ray job submit" in far
+    assert bench.generate("--cluster", "auto", "--dry-run", code=2).err == text
+    assert bench.generate("--cluster", "ray://head:10001", "--dry-run", code=2).err == far
+
+
+def test_an_address_where_nobody_listens_is_refused_before_ray_waits_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        name = f"127.0.0.1:{server.getsockname()[1]}"
+        check_answers(name, name, lambda: "127.0.0.1")
+    for given in (name, "auto"):
+        with pytest.raises(ConfigError, match=f"--cluster {given}: nothing answers at {name} \\("):
+            check_answers(given, name, lambda: "127.0.0.1")
+    with pytest.raises(ConfigError, match="nothing answers at localhost:99999"):
+        check_answers("localhost:99999", "localhost:99999", lambda: "127.0.0.1")
+    for left_to_ray in ("", "local", "auto", "head", "head:", "ray://head:1"):
+        check_answers("auto", left_to_ray, lambda: "127.0.0.1")
+
+
+def test_an_engine_that_died_shortly_before_the_end_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, want: tuple[bytes, bytes]
+) -> None:
+    ray = FakeRay(dies_at=(1,))
+    monkeypatch.setattr(cluster, "connect", lambda _address: ray)
+
+    def start(front: cluster.Cluster) -> Any:
+        ray.mailbox.news = Remote(lambda: [] if front._waiting else ray._news())
+        return ray.start(front)
+
+    monkeypatch.setattr(cluster.Cluster, "_start", start)
+    monkeypatch.setattr(cluster, "_NEWS_S", 0.02)
+    text = bench.generate("--overwrite", "--cluster", "auto", "--max-num-seqs", "8", code=3).err
+    assert "started again on host1 (1 of 2)" in text
 
 
 def test_engines_are_laid_on_the_nodes() -> None:
