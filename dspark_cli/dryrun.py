@@ -5,9 +5,12 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from dspark_cli.reader import RawRow, Rows
-from dspark_cli.rows import RowRules, TextTokenizer, encode_prompt, read_id, read_row
+from dspark_cli.prepare import identify
+from dspark_cli.reader import Rows
+from dspark_cli.rows import RowRules, TextTokenizer, encode_prompt, read_row
+from dspark_cli.sharding import Shard
 from engine.errors import RequestError
 
 SHOWN_ERRORS = 20
@@ -49,6 +52,7 @@ def examine(
     tokenizer: TextTokenizer,
     chat_template: str | None,
     max_model_len: int | None,
+    shard: Shard | None = None,
 ) -> InputReport:
     """Read all rows as a run would, up to the engine.
 
@@ -58,13 +62,21 @@ def examine(
         tokenizer: The target's.
         chat_template: Used in place of the model's.
         max_model_len: Prompt and output tokens of a row; None if unknown.
+        shard: Rows of other shards are passed over.
     """
     report = InputReport()
     seen: set[str] = set()
     for raw in rows:
+        row_id, fields, wrong = identify(raw)
+        if shard is not None and not shard.holds(str(raw.index) if row_id is None else row_id):
+            continue
         report.rows += 1
         try:
-            _examine_row(raw, rules, tokenizer, chat_template, max_model_len, report, seen)
+            if wrong is not None:
+                raise wrong
+            _examine_row(
+                str(row_id), fields, rules, tokenizer, chat_template, max_model_len, report, seen
+            )
         except RequestError as error:
             report.errors[error.kind] += 1
             if len(report.examples) < SHOWN_ERRORS:
@@ -73,7 +85,8 @@ def examine(
 
 
 def _examine_row(
-    raw: RawRow,
+    row_id: str,
+    fields: dict[str, Any],
     rules: RowRules,
     tokenizer: TextTokenizer,
     chat_template: str | None,
@@ -81,9 +94,6 @@ def _examine_row(
     report: InputReport,
     seen: set[str],
 ) -> None:
-    fields = raw.load()
-    own_id = read_id(fields)
-    row_id = str(raw.index if own_id is None else own_id)
     if row_id in seen:
         raise RequestError("duplicate_id", f"the id {row_id!r} was used before", "make ids unique")
     seen.add(row_id)

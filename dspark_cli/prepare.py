@@ -82,7 +82,7 @@ class Preparing:
 
     def __call__(self, raw: RawRow) -> Prepared | None:
         """Prepare one row; None if it is another shard's."""
-        row_id, fields, wrong = _identify(raw)
+        row_id, fields, wrong = identify(raw)
         shard = self._settings.shard
         if shard is not None and not shard.holds(str(raw.index) if row_id is None else row_id):
             return None
@@ -111,7 +111,7 @@ class Preparing:
             return error
 
 
-def _identify(raw: RawRow) -> tuple[str | int | None, dict[str, Any], RequestError | None]:
+def identify(raw: RawRow) -> tuple[str | int | None, dict[str, Any], RequestError | None]:
     """A row's id and fields, as far as it has them, and what is wrong with it."""
     try:
         fields = raw.load()

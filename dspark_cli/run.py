@@ -20,6 +20,7 @@ from dspark_cli.journal import Journal, Status
 from dspark_cli.loading import load
 from dspark_cli.metrics import counted, manifest_of, run_metrics, write_metrics
 from dspark_cli.output import OutputPaths, StdoutRows, first_completions, write_final
+from dspark_cli.parts import share_out
 from dspark_cli.preflight import check_places, check_space
 from dspark_cli.prepare import JobSettings
 from dspark_cli.progress import Counts, LoadProgress, Progress
@@ -46,7 +47,8 @@ class GenerateRun:
         given: The options.
 
     Raises:
-        ConfigError: An option is out of range, or the input or output will not do.
+        ConfigError: An option is out of range, the input or output will not do, or this host has
+            no room for so many engines.
     """
 
     def __init__(self, given: GenerateOptions) -> None:
@@ -54,6 +56,8 @@ class GenerateRun:
         self.config = given.engine_config()
         self.rules = given.rules()
         self.template = given.template_text()
+        if given.cluster is None and given.data_parallel_size not in (None, 1):
+            share_out(self.config, given.data_parallel_size)  # refuses more than fit
         self.paths = OutputPaths.of(given.output or "-", given.shard)
         self.reports = given.report_paths()
         self.rows = Rows(open_sources(given.input), given.limit)
@@ -76,7 +80,7 @@ class GenerateRun:
         folder = backend.locate_checkpoint(self.config.model, "target")
         tokenizer = backend.load_tokenizer(folder)
         limit = context_length(folder, self.config.max_model_len)
-        report = examine(self.rows, self.rules, tokenizer, self.template, limit)
+        report = examine(self.rows, self.rules, tokenizer, self.template, limit, self.given.shard)
         print_report(report)
         return FAILED_ROWS if report.errors else 0
 

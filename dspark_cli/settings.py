@@ -262,9 +262,18 @@ class GenerateOptions(EngineOptions, PromptOptions, SamplingOptions):
         """What one engine alone can do."""
         if self.cluster is None and self.data_parallel_size in (None, 1):
             return []
+        ways = "--data-parallel-size" if self.cluster is None else "--cluster"
         return [
-            (self.trace is not None, "--trace shows the rounds of one engine", "drop one of them"),
-            (self.compare_plain, "--compare-plain measures one engine", "drop one of them"),
+            (
+                self.trace is not None,
+                f"--trace shows the rounds of one engine, {ways} is for several",
+                f"drop --trace or {ways}",
+            ),
+            (
+                self.compare_plain,
+                f"--compare-plain measures one engine, {ways} is for several",
+                f"drop --compare-plain or {ways}",
+            ),
             (
                 "TORCHELASTIC_RUN_ID" in os.environ,
                 "--data-parallel-size and --cluster start their own processes: not under torchrun",

@@ -218,9 +218,26 @@ def test_an_engine_that_breaks_is_told_with_its_own_error(many: Bench) -> None:
 
 
 @pytest.mark.parametrize("args", [["--trace", "t.json"], ["--compare-plain"]])
-def test_what_one_engine_alone_can_do_is_refused(many: Bench, args: list[str]) -> None:
+@pytest.mark.parametrize("way", [TWO, ("--cluster", "local"), ("--cluster", "local", *TWO)])
+def test_what_one_engine_alone_can_do_is_refused(
+    many: Bench, args: list[str], way: tuple[str, ...]
+) -> None:
     many.write(ROWS[:1])
-    assert "one engine" in many.generate(*TWO, *args, code=2).err
+    text = many.generate(*way, *args, code=2).err
+    assert "one engine" in text
+    assert f"hint: drop {args[0]} or {way[0]}" in text
+
+
+@pytest.mark.parametrize("args", [[], ["--dry-run"]])
+def test_more_engines_than_cores_are_refused_before_anything_starts(
+    many: Bench, args: list[str]
+) -> None:
+    many.write(ROWS[:1])
+    before = sorted(many.folder.iterdir())
+    text = many.generate("-dp", "999", "--device", "cpu", *args, code=2).err
+    assert "--data-parallel-size 999: 999 engines need 999 cores, this host has" in text
+    assert "hint: lower --data-parallel-size" in text
+    assert sorted(many.folder.iterdir()) == before
 
 
 def test_devices_cores_and_memory_are_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +247,10 @@ def test_devices_cores_and_memory_are_dealt(monkeypatch: pytest.MonkeyPatch) -> 
     shares = share_out(EngineConfig(model="m", device="cpu"), 2)
     assert [share.cores for share in shares] == [[0, 1], [2, 3, 4]]
     assert shares[0].config.gpu_memory_utilization == 0.45
-    assert all(not share.cores for share in share_out(EngineConfig(model="m", device="cpu"), 6))
+    with pytest.raises(ConfigError, match="6: 6 engines need 6 cores, this host has 5"):
+        share_out(EngineConfig(model="m", device="cpu"), 6)
+    with pytest.raises(ConfigError, match="3: 3 engines with -tp 2 need 6 cores, this host has 5"):
+        share_out(EngineConfig(model="m", device="cpu", tensor_parallel_size=2), 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-a,7")
     pairs = share_out(EngineConfig(model="m", tensor_parallel_size=2), 2)

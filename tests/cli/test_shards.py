@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dspark_cli.sharding import Shard
-from tests.cli.conftest import Bench, Result
+from tests.cli.conftest import Bench, Result, read_lines
 
 ROWS: list[Any] = [
     *({"id": f"r{at}", "prompt": f"prompt number {at}"} for at in range(20)),
@@ -49,6 +49,25 @@ def split(bench: Bench) -> Bench:
     bench.write(ROWS)
     shards(bench, 3)
     return bench
+
+
+def test_dry_run_counts_the_rows_of_its_shard(bench: Bench) -> None:
+    """Those of all shards are those of the input, bad ones included, as in what runs write."""
+    bench.write(ROWS)
+    shards(bench, 3)
+
+    def counts(*shard: str) -> dict[str, int]:
+        given = ("generate", str(bench.input), "-m", str(bench.folder / "m"), "--dry-run", *shard)
+        words = [line.split() for line in bench.call(*given).out.decode().splitlines()]
+        return {w[0]: int(w[1]) for w in words if w and w[0] in ("rows", "good", "bad")}
+
+    every = counts()
+    assert every == {"rows": len(ROWS), "good": 23, "bad": 3}
+    parts = [counts("--shard", f"{number}/3") for number in (1, 2, 3)]
+    assert {name: sum(part[name] for part in parts) for name in every} == every
+    for number, part in enumerate(parts, 1):
+        made = read_lines((bench.folder / f"out.shard-{number}-of-3.jsonl").read_bytes())
+        assert len({str(line["id"]) for line in made}) == part["good"]
 
 
 def test_merged_shards_are_one_run_byte_for_byte(bench: Bench) -> None:
