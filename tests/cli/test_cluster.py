@@ -271,4 +271,4 @@ def test_engines_are_laid_on_the_nodes() -> None:
     assert (shared.config.threads, shared.config.gpu_memory_utilization) == (1, 0.45)
     assert plan_engines(EngineConfig(model="m"), 1, one).config.threads is None
     assert plan_engines(EngineConfig(model="m", threads=4), 1, one).num_cpus == 4
-    assert plan_engines(EngineConfig(model="m", device="cuda"), 1, gpus).rows_per_packet == 32
+    assert plan_engines(EngineConfig(model="m", device="cuda"), 1, gpus).rows_per_packet == 64
