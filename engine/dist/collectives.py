@@ -3,6 +3,7 @@
 `engine.dist.pynccl` is the third way, on GPUs. Every rank must enter every call, with equal shapes.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -96,12 +97,12 @@ def split_rows(rows: int, splits: list[int] | None, size: int, what: str) -> lis
     return list(splits)
 
 
-class SumThenNorm:
+class SumThenNorm(ABC):
     """Sums before a norm by an all-reduce."""
 
+    @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may be `x` itself, overwritten."""
-        raise NotImplementedError
 
     def add_rms_norm(
         self,

@@ -46,18 +46,11 @@ class Mapped:
         self._runtime = runtime
         self._post = post
         self._released = False
+        self.rank, self.size = base.rank, base.size
+        self.all_reduce, self.all_gather = base.all_reduce, base.all_gather
+        self.broadcast, self.all_to_all_single = base.broadcast, base.all_to_all_single
         self.taken = [BASE] * len(SIZES)
         """Ways, by size."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._base.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return self._base.size
 
     @property
     def name(self) -> str:
@@ -118,28 +111,6 @@ class Mapped:
             self._post, place, delta, residual, weight, eps, numbered=way == NUMBERED
         )
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As the base does."""
-        return self._base.all_reduce(x)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, *x.shape]."""
-        return self._base.all_gather(x)
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x`."""
-        return self._base.broadcast(x)
-
-    def all_to_all_single(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        out_splits: list[int] | None = None,
-        in_splits: list[int] | None = None,
-    ) -> None:
-        """As the base does."""
-        self._base.all_to_all_single(out, x, out_splits, in_splits)
-
     def abort(self) -> None:
         """Let go of the base's exchanges, and of sums that wait for ranks which are no more."""
         first, self._released = not self._released, True
@@ -176,6 +147,8 @@ def with_mapped_memory(
             reason = str(error)
     reasons = [r for r in control.exchange(None if made is not None else reason) if r is not None]
     if reasons or made is None:
+        if runtime is not None and mine:
+            runtime.release(mine, needed)
         return base, max(reasons, key=len)
     made.choose(control, torch.bfloat16)
     return made, ""

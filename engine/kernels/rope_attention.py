@@ -9,7 +9,7 @@ Where programs are too few to fill the device the two ops are better: they share
 let the last program to finish join the shares here was slower than their second launch (H200, one
 request: a round 6.24 ms, two ops 6.14; eight requests without shares: 6.27 and 6.41). Where they
 wait for memory alone the saved launch is nothing beside it (256 requests, 250 keys: one query
-90 us, two ops 80; eight 110 and 109).
+85 us, two ops 80; eight 110 and 109).
 
 Reads each request's KV once, 2 * sum(seq_len) * K * D values, and 2 * T * (Q + K) * D more.
 """

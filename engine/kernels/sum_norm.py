@@ -165,58 +165,63 @@ def sum_norm_triton(
     dims.check("residual", residual, "T H", delta.dtype)
     dims.check("weight", weight, "H", delta.dtype)
     delta, residual = delta.contiguous(), residual.contiguous()
-    num_rows, width = residual.shape
     normed, total = torch.empty_like(residual), torch.empty_like(residual)
-    if num_rows == 0:
+    if not len(residual):
         return normed, total
+    launch = _launch_numbered if numbered else _launch_plain
+    launch(post, place, (normed, total), (delta, residual, weight), eps)
+    return normed, total
+
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _launch_numbered(post: Post, place: int, out: Tensors, given: Tensors, eps: float) -> None:
+    """`out`: normed and total; `given`: delta, residual and weight."""
     rank, size = post.rank, len(post.boxes)
-    mine = post.boxes[rank]
-    if numbered:
-        words = width // 2
-        block = triton.next_power_of_2(words)
-        _numbered_kernel[(num_rows,)](
-            normed.view(torch.int32),
-            total.view(torch.int32),
-            delta.view(torch.int32),
-            residual.view(torch.int32),
-            weight.view(torch.int32),
-            weight,
-            eps,
-            tuple(box.numbered(place, rank) for box in post.boxes),
-            tuple(mine.numbered(place, sender) for sender in range(size)),
-            post.calls[0],
-            post.stop,
-            RANK=rank,
-            SIZE=size,
-            WORDS=words,
-            BLOCK=block,
-            **dependent(residual),
-            num_warps=min(max(block // 256, 1), 8),
-        )
-        return normed, total
-    block = triton.next_power_of_2(width)
-    _plain_kernel[(min(num_rows, _PROGRAMS),)](
-        normed,
-        total,
-        delta,
-        residual,
-        weight,
+    rows, width = given[0].shape
+    block = triton.next_power_of_2(width // 2)
+    _numbered_kernel[(rows,)](
+        *(x.view(torch.int32) for x in (*out, *given)),
+        given[2],
         eps,
-        tuple(box.plain(place, rank, delta.dtype) for box in post.boxes),
-        tuple(mine.plain(place, sender, delta.dtype) for sender in range(size)),
+        tuple(box.numbered(place, rank) for box in post.boxes),
+        tuple(post.boxes[rank].numbered(place, sender) for sender in range(size)),
+        post.calls[0],
+        post.stop,
+        RANK=rank,
+        SIZE=size,
+        WORDS=width // 2,
+        BLOCK=block,
+        **dependent(given[0]),
+        num_warps=min(max(block // 256, 1), 8),
+    )
+
+
+def _launch_plain(post: Post, place: int, out: Tensors, given: Tensors, eps: float) -> None:
+    """As `_launch_numbered`."""
+    rank, size, dtype = post.rank, len(post.boxes), given[0].dtype
+    mine = post.boxes[rank]
+    rows, width = given[0].shape
+    block = triton.next_power_of_2(width)
+    _plain_kernel[(min(rows, _PROGRAMS),)](
+        *out,
+        *given,
+        eps,
+        tuple(box.plain(place, rank, dtype) for box in post.boxes),
+        tuple(mine.plain(place, sender, dtype) for sender in range(size)),
         tuple(box.counters(rank) for box in post.boxes),
         mine.counters(0),
         post.calls[1],
         post.stop,
-        num_rows,
+        rows,
         RANK=rank,
         SIZE=size,
         H=width,
         BLOCK=block,
-        **dependent(residual),
+        **dependent(given[0]),
         num_warps=min(max(block // 512, 1), 8),
     )
-    return normed, total
 
 
 @triton.jit
