@@ -8,13 +8,13 @@ import torch
 
 from engine.kernels.experts import ExpertMatrices
 from engine.kernels.linear import Linear
-from engine.kernels.packed import Packed
-from engine.kernels.packed_linear import PackedLinear
+from engine.kernels.packed_layout import Laid
+from engine.kernels.packed_linear import PackedGroups, PackedLinear
 from engine.kernels.wide_linear import WideLinear
 from engine.models.deepseek_v4 import DeepseekV4
 from engine.models.deepseek_v4_drafter import V4Drafter
 from engine.models.deepseek_v4_layers import V4Block
-from engine.models.deepseek_v4_weights import Matrix, Stacked
+from engine.models.deepseek_v4_weights import Grouped, Groups, Matrix
 
 
 def round_bytes(
@@ -42,13 +42,8 @@ def round_bytes(
 def block_bytes(block: V4Block, rows: int) -> float:
     """Of one layer."""
     attention, experts = block.attention, block.experts
-    matrices: list[Matrix | WideLinear] = [
-        attention.low,
-        attention.q,
-        *attention.o_low,
-        attention.o,
-    ]
-    matrices += [experts.gate, experts.shared_in, experts.shared_out]
+    matrices: list[Matrix | Grouped | WideLinear] = [attention.low, attention.q, attention.o]
+    matrices += [attention.o_low, experts.gate, experts.shared_in, experts.shared_out]
     if attention.compressor is not None:
         matrices.append(attention.compressor.pairs)
     if attention.indexer is not None:
@@ -60,12 +55,15 @@ def block_bytes(block: V4Block, rows: int) -> float:
     return sum(map(_matrix, matrices)) + mixes + touched * routed
 
 
-def _matrix(matrix: Matrix | WideLinear) -> int:
+def _matrix(matrix: Matrix | Grouped | WideLinear) -> int:
     if isinstance(matrix, Linear | WideLinear):
         return matrix.out_features * matrix.in_features * matrix.weight.element_size()
     if isinstance(matrix, PackedLinear):
         return _bytes(matrix.packed)
-    assert isinstance(matrix, Stacked)
+    if isinstance(matrix, Groups):
+        return matrix.weight.nbytes
+    if isinstance(matrix, PackedGroups) and matrix.laid is not None:
+        return _bytes(matrix.laid)
     return sum(map(_matrix, matrix.each))
 
 
@@ -73,7 +71,7 @@ def _experts(matrices: ExpertMatrices) -> int:
     return _bytes(matrices.weight)
 
 
-def _bytes(weight: torch.Tensor | Packed) -> int:
-    if isinstance(weight, Packed):
-        return weight.weight.nbytes + weight.scale.nbytes
-    return weight.nbytes
+def _bytes(weight: torch.Tensor | Laid) -> int:
+    if isinstance(weight, torch.Tensor):
+        return weight.nbytes
+    return weight.weight.nbytes + weight.scale.nbytes

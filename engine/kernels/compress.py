@@ -90,7 +90,7 @@ def compress_triton(
     table, size = batch.block_table, batch.kv_block_size
     pairs = pairs.contiguous()
     close_windows(pairs, state, norm, eps, rope, positions, at, table, size)
-    ring_store(state.rows, pairs, positions, at.row >= 0, at)
+    ring_store(state.rows, pairs, positions, None, at)
 
 
 def _close(

@@ -17,14 +17,15 @@ from engine.kernels.cut_silu import cut_silu
 from engine.kernels.experts_triton import combine, grouped_product, plan_tiles
 from engine.kernels.linear import Linear
 from engine.kernels.packed import Packed, check_packed
+from engine.kernels.packed_layout import Laid, lay_out
 from engine.kernels.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """One matrix an expert: as numbers [E, out, in], or packed."""
+    """One matrix an expert: as numbers [E, out, in], or packed; a GPU's are laid out for it."""
 
-    weight: torch.Tensor | Packed
+    weight: torch.Tensor | Laid
     _each: list[Linear | PackedLinear] = field(init=False)
     """By expert; empty on a GPU, which reads them where they lie."""
 
@@ -33,15 +34,17 @@ class ExpertMatrices:
         weight, each = self.weight, list[Linear | PackedLinear]()
         if isinstance(weight, Packed):
             check_packed(weight)
-            if not weight.weight.is_cuda:
+            if weight.weight.is_cuda:
+                object.__setattr__(self, "weight", lay_out(weight))
+            else:
                 each = [PackedLinear(weight[e]) for e in range(len(weight.weight))]
-        elif not weight.is_cuda:
+        elif isinstance(weight, torch.Tensor) and not weight.is_cuda:
             each = [Linear(matrix.contiguous()) for matrix in weight]
         object.__setattr__(self, "_each", each)
 
     def __len__(self) -> int:
         """E."""
-        return len(self.weight.weight if isinstance(self.weight, Packed) else self.weight)
+        return len(self.weight if isinstance(self.weight, torch.Tensor) else self.weight.weight)
 
     def of(self, expert: int) -> Linear | PackedLinear:
         """One expert's, as a product; for references."""
@@ -49,6 +52,13 @@ class ExpertMatrices:
             return self._each[expert]
         one = self.weight[expert]
         return PackedLinear(one) if isinstance(one, Packed) else Linear(one, pack=False)
+
+    def for_kernels(self) -> torch.Tensor | Laid:
+        """As they are read by kernels."""
+        weight = self.weight
+        if isinstance(weight, Packed) and not weight.weight.is_cuda:
+            return lay_out(weight)
+        return weight
 
 
 def run_experts(
@@ -122,7 +132,7 @@ def run_experts_triton(
         return torch.empty_like(x)
     per_token = experts.shape[1]
     plan = plan_tiles(experts - first, len(gate_up))
-    inner = grouped_product(x.contiguous(), plan, gate_up.weight, rows_from=per_token)
+    inner = grouped_product(x.contiguous(), plan, gate_up.for_kernels(), rows_from=per_token)
     inner = cut_silu(inner, limit)
-    out = grouped_product(inner, plan, down.weight, rows_from=0)
+    out = grouped_product(inner, plan, down.for_kernels(), rows_from=0)
     return combine(out, plan, weights)

@@ -6,11 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.packed import Packed
-from engine.kernels.packed_linear import packed_arguments, packed_tile
+from engine.kernels.launch import dependent, wait_for_inputs
+from engine.kernels.packed import FP8_BLOCK
+from engine.kernels.packed_layout import Laid
+from engine.kernels.packed_linear import (
+    Tile,
+    packed_arguments,
+    packed_tile,
+    runs_asm,
+    scale_rows,
+)
 
 _BLOCK = 1024
-_PLAIN_COLUMNS = 64
 
 
 class Tiles(NamedTuple):
@@ -32,6 +39,13 @@ def plan_tiles(experts: torch.Tensor, count: int) -> Tiles:
         count: E.
     """
     flat = experts.flatten()
+    block_m = 16 if len(flat) <= 32 * count else 64
+    impl = plan_tiles_triton if flat.is_cuda else plan_tiles_ref
+    return impl(flat, count, block_m)
+
+
+def plan_tiles_ref(flat: torch.Tensor, count: int, block_m: int) -> Tiles:
+    """`plan_tiles` in torch, of pairs [M]: the definition kernels are held to."""
     held = (flat >= 0) & (flat < count)
     key = torch.where(held, flat, count)
     order = key.sort(stable=True).indices
@@ -40,11 +54,9 @@ def plan_tiles(experts: torch.Tensor, count: int) -> Tiles:
     counts = torch.zeros(count + 1, dtype=torch.int64, device=key.device)
     counts = counts.scatter_add(0, key, torch.ones_like(key))[:count]
     stops = counts.cumsum(0)
-    block_m = 16 if len(flat) <= 32 * count else 64
     tiles = (counts + block_m - 1) // block_m
     ends = tiles.cumsum(0)
-    most = min(count, len(flat)) + len(flat) // block_m
-    tile = torch.arange(most, device=key.device)
+    tile = torch.arange(num_tiles(len(flat), count, block_m), device=key.device)
     expert = torch.searchsorted(ends, tile, right=True)
     at = expert.clamp(max=count - 1)
     start = stops[at] - counts[at] + (tile - ends[at] + tiles[at]) * block_m
@@ -52,8 +64,109 @@ def plan_tiles(experts: torch.Tensor, count: int) -> Tiles:
     return Tiles(order, place, expert.int(), start.int(), stops.int(), block_m)
 
 
+def num_tiles(pairs: int, count: int, block_m: int) -> int:
+    """Tiles that so many pairs of so many experts can need: each expert's last may not be full."""
+    return min(count, pairs) + pairs // block_m
+
+
+def plan_tiles_triton(flat: torch.Tensor, count: int, block_m: int) -> Tiles:
+    """`plan_tiles` as two launches, a program an expert: counts, then places by those before.
+
+    Of pairs that are not here `order` has nothing, of tiles that are not there `start` neither.
+    """
+    most, device = num_tiles(len(flat), count, block_m), flat.device
+    order, place = torch.empty_like(flat), torch.empty_like(flat)
+    counts, stops = torch.empty((2, count), dtype=torch.int32, device=device)
+    expert, start = torch.empty((2, most), dtype=torch.int32, device=device)
+    _count_kernel[(count,)](counts, flat, len(flat), BLOCK=_BLOCK, **dependent(flat))
+    _plan_kernel[(count,)](
+        order,
+        place,
+        expert,
+        start,
+        stops,
+        flat,
+        counts,
+        len(flat),
+        most,
+        E=count,
+        ROOM=triton.next_power_of_2(count),
+        BLOCK_M=block_m,
+        BLOCK=_BLOCK,
+        **dependent(flat),
+    )
+    return Tiles(order, place, expert, start, stops, block_m)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(
+    counts_ptr,  # [E] int32, out
+    flat_ptr,  # [M] int64
+    num_pairs,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    mine = tl.program_id(0)
+    seen = tl.zeros([BLOCK], dtype=tl.int32)
+    for first in tl.range(0, num_pairs, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        key = tl.load(flat_ptr + at, mask=at < num_pairs, other=-1)
+        seen += (key == mine).to(tl.int32)
+    tl.store(counts_ptr + mine, tl.sum(seen))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "most"])
+def _plan_kernel(
+    order_ptr,  # [M] int64, out
+    place_ptr,  # [M] int64, out
+    expert_ptr,  # [B] int32, out
+    start_ptr,  # [B] int32, out
+    stops_ptr,  # [E] int32, out
+    flat_ptr,  # [M] int64
+    counts_ptr,  # [E] int32
+    num_pairs,
+    most,
+    E: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    mine = tl.program_id(0)
+    each = tl.arange(0, ROOM)
+    counts = tl.load(counts_ptr + each, mask=each < E, other=0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    base = tl.sum(tl.where(each < mine, counts, 0))
+    count = tl.sum(tl.where(each == mine, counts, 0))
+    tile = tl.sum(tl.where(each < mine, tiles, 0))
+    tl.store(stops_ptr + mine, base + count)
+    own = (count + BLOCK_M - 1) // BLOCK_M
+    for first in tl.range(0, own, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(expert_ptr + tile + at, tl.zeros_like(at) + mine, mask=at < own)
+        tl.store(start_ptr + tile + at, base + at * BLOCK_M, mask=at < own)
+    if mine == E - 1:  # tiles that are not there
+        for first in tl.range(tile + own, most, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(expert_ptr + at, tl.zeros_like(at) + E, mask=at < most)
+    for first in tl.range(0, num_pairs, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        live = at < num_pairs
+        key = tl.load(flat_ptr + at, mask=live, other=-1)
+        hit = ((key == mine) & live).to(tl.int32)
+        to = base + tl.cumsum(hit, 0) - hit
+        tl.store(order_ptr + to, at.to(tl.int64), mask=hit > 0)
+        tl.store(place_ptr + at, to.to(tl.int64), mask=hit > 0)
+        base += tl.sum(hit)
+        if mine == 0:
+            elsewhere = ((key < 0) | (key >= E)) & live
+            tl.store(place_ptr + at, tl.full([BLOCK], -1, tl.int64), mask=elsewhere)
+
+
 def grouped_product(
-    x: torch.Tensor, plan: Tiles, weight: torch.Tensor | Packed, *, rows_from: int
+    x: torch.Tensor, plan: Tiles, weight: torch.Tensor | Laid, *, rows_from: int
 ) -> torch.Tensor:
     """Rows times their experts' matrices.
 
@@ -66,41 +179,40 @@ def grouped_product(
     Returns:
         [M, N] in x's dtype, a row a pair as in `plan.order`; of pairs that are not here, anything.
     """
-    packed = isinstance(weight, Packed)
-    whole = weight.weight.view(torch.uint8) if isinstance(weight, Packed) else weight
-    width, count, columns = x.shape[1], whole.shape[0], whole.shape[1]
+    if isinstance(weight, torch.Tensor):
+        given, columns, scale_n = (weight, weight.stride(0), weight, 0, 0), weight.shape[1], 0
+    else:
+        given, columns, scale_n = packed_arguments(weight), weight.out_features, scale_rows(weight)
     out = torch.empty((len(plan.order), columns), dtype=x.dtype, device=x.device)
-    block_n = 64 if plan.block_m == 16 else 128
-    scale = weight.scale if isinstance(weight, Packed) else whole
-    how: dict[str, object] = {"FP4": False, "POWERS": False, "GROUP": 1, "SCALE_N": 1}
-    how["BLOCK_K"] = min(_PLAIN_COLUMNS, max(16, triton.next_power_of_2(width)))
-    if isinstance(weight, Packed):
-        how = packed_arguments(weight, width)
-    _grouped_kernel[(len(plan.expert), triton.cdiv(columns, block_n))](
+    tile = tile_of(plan.block_m)
+    _grouped_kernel[(len(plan.expert), triton.cdiv(columns, tile.n))](
         out,
         x,
-        whole,
-        whole.stride(0),
-        scale,
-        scale.stride(0),
-        scale.stride(1),
+        *given,
         plan.order,
         plan.expert,
         plan.start,
         plan.stops,
-        E=count,
-        K=width,
+        E=len(plan.stops),
+        K=x.shape[1],
         N=columns,
         FROM=max(rows_from, 1),
         GATHER=rows_from > 0,
-        PACKED=packed,
-        **how,
-        BLOCK_M=plan.block_m,
-        BLOCK_N=block_n,
-        num_warps=8 if how["FP4"] and plan.block_m > 16 else 4,
-        num_stages=3,
+        PACKED=not isinstance(weight, torch.Tensor),
+        BLOCK_K=FP8_BLOCK,
+        SCALE_N=scale_n,
+        ASM=runs_asm(x),
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return out
+
+
+def tile_of(block_m: int) -> Tile:
+    """Of a grouped product, by its rows."""
+    return Tile(16, 128, 2, 3) if block_m == 16 else Tile(64, 128, 8, 3)
 
 
 @triton.jit
@@ -122,11 +234,9 @@ def _grouped_kernel(
     FROM: tl.constexpr,
     GATHER: tl.constexpr,
     PACKED: tl.constexpr,
-    FP4: tl.constexpr,
-    POWERS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    ASM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -134,31 +244,31 @@ def _grouped_kernel(
     expert = tl.load(expert_ptr + tile).to(tl.int64)
     if expert < E:
         pair = (tl.load(start_ptr + tile) + tl.arange(0, BLOCK_M)).to(tl.int64)
-        x_live = pair < tl.load(stops_ptr + expert)
+        live = pair < tl.load(stops_ptr + expert)
         column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        n_live = column < N
-        row = pair
+        # rows and columns beyond the end read another's instead, and are not written
+        row = tl.where(live, pair, 0)
         if GATHER:
-            row = tl.load(order_ptr + pair, mask=x_live, other=0) // FROM
-        at_x, at_w = x_ptr + row * K, w_ptr + expert * w_expert
-        total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for k in tl.range(0, K, BLOCK_K):
-            if PACKED:
-                total = packed_tile(
-                    total, at_x, x_live, at_w, scale_ptr + expert * scale_expert, scale_row,
-                    column, n_live, k, K, FP4, POWERS, GROUP, BLOCK_K, SCALE_N,
-                )  # fmt: skip
-            else:
-                at = k + tl.arange(0, BLOCK_K)
-                live = at < K
-                keep = x_live[:, None] & live[None, :]
-                x = tl.load(at_x[:, None] + at[None, :], mask=keep, other=0.0)
-                keep = n_live[:, None] & live[None, :]
-                w = tl.load(at_w + column[:, None] * K + at[None, :], mask=keep, other=0.0)
-                total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-        at_out = pair[:, None] * N + column[None, :]
+            row = tl.load(order_ptr + row) // FROM
+        some = tl.minimum(column, N - 1)
+        x_at, w_at = x_ptr + row * K, w_ptr + expert * w_expert
+        total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        if PACKED:
+            total = packed_tile(
+                total, x_at, w_at, scale_ptr + expert * scale_expert, scale_row, some, 0,
+                K, K, BLOCK_K, SCALE_N, ASM,
+            )  # fmt: skip
+        else:
+            for k in tl.range(0, K, 64):
+                at = k + tl.arange(0, 64)
+                live_k = at < K
+                x = tl.load(x_at[None, :] + at[:, None], mask=live_k[:, None], other=0.0)
+                w_here = w_at + some[:, None] * K + at[None, :]
+                w = tl.load(w_here, mask=live_k[None, :], other=0.0)
+                total = tl.dot(w, x, total, input_precision="ieee")
+        at_out = pair[None, :] * N + column[:, None]
         out = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at_out, out, mask=x_live[:, None] & n_live[None, :])
+        tl.store(out_ptr + at_out, out, mask=live[None, :] & (column < N)[:, None])
 
 
 def combine(out: torch.Tensor, plan: Tiles, weights: torch.Tensor) -> torch.Tensor:

@@ -1,45 +1,68 @@
 """Products with packed weights: y = x W^T, W unpacked where it is multiplied.
 
-Activations keep their dtype; sums are float32. A tile of fp8 takes inputs of one block, whose scale
-multiplies its sum; fp4 is unpacked with its scales, which is exact. Even and odd inputs of
-fp4 are two products: no byte has to be taken apart in memory.
+Activations keep their dtype; sums are float32. Scales multiply weights, which powers of two leave
+exact in bfloat16, or, where they are float32, the sum of their block.
 
 Reads W once for up to BLOCK_M rows: out * in bytes of fp8, or half of that and 1/32 of fp4.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.contract import Dims
-from engine.kernels.packed import FP4_GROUP, FP8_BLOCK, Packed, check_packed, unpack
-
-_FP4_COLUMNS = 128
-"""Inputs of a tile of fp4."""
+from engine.kernels.packed import FP8_BLOCK, Packed, check_packed, unpack
+from engine.kernels.packed_jit import fp4_sum, fp8_sum
+from engine.kernels.packed_layout import Laid, PairedFp4, lay_out
 
 
 class PackedLinear:
     """An immutable packed matrix, applied to rows; no bias."""
 
-    __slots__ = ("in_features", "out_features", "packed")
+    __slots__ = ("in_features", "laid", "out_features", "packed")
 
     def __init__(self, packed: Packed) -> None:
         """Take over one matrix."""
         check_packed(packed)
         self.packed = packed
+        self.laid = lay_out(packed) if packed.weight.is_cuda else None
         self.out_features, self.in_features = packed.out_features, packed.in_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to `x` [T, in]; returns [T, out] in x's dtype."""
-        return packed_linear(x, self.packed)
+        return packed_linear(x, self.packed, self.laid)
 
 
-def packed_linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+class PackedGroups:
+    """A packed matrix for each group of inputs, side by side; no bias."""
+
+    __slots__ = ("each", "laid")
+
+    def __init__(self, each: list[Packed]) -> None:
+        """Take over matrices [out, in] of fp8, of one size."""
+        self.each, self.laid = list[PackedLinear](), None
+        if each[0].weight.is_cuda:
+            parts = torch.stack([m.weight for m in each]), torch.stack([m.scale for m in each])
+            self.laid = lay_out(Packed("fp8", *parts))
+        else:
+            self.each = [PackedLinear(one) for one in each]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to `x` [T, groups, in]; returns [T, groups * out] in x's dtype."""
+        if self.laid is not None:
+            return packed_groups_triton(x, self.laid)
+        return torch.cat([f(x[:, g].contiguous()) for g, f in enumerate(self.each)], dim=1)
+
+
+def packed_linear(x: torch.Tensor, packed: Packed, laid: Laid | None = None) -> torch.Tensor:
     """Multiply.
 
     Args:
         x: [T, in], float32, bfloat16 or float16.
         packed: One matrix.
+        laid: The same for kernels, if that is known.
 
     Returns:
         [T, out] in x's dtype.
@@ -48,8 +71,9 @@ def packed_linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     dims.check("x", x, "T K")
     if dims["K"] != packed.in_features:
         raise ValueError(f"x: {dims['K']} columns, the matrix has {packed.in_features}")
-    impl = packed_linear_triton if x.is_cuda else packed_linear_ref
-    return impl(x, packed)
+    if not x.is_cuda:
+        return packed_linear_ref(x, packed)
+    return packed_linear_triton(x, laid or lay_out(packed))
 
 
 def packed_linear_ref(x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -57,150 +81,208 @@ def packed_linear_ref(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     return (x.float() @ unpack(packed).t()).to(x.dtype)
 
 
-def packed_linear_triton(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """`packed_linear` as one launch."""
+def packed_linear_triton(
+    x: torch.Tensor, laid: Laid, *, num_parts: int | None = None
+) -> torch.Tensor:
+    """`packed_linear` as one launch, or two where few programs would read much each.
+
+    Args:
+        x: [T, in].
+        laid: One matrix.
+        num_parts: Of the inputs, whose sums are taken apart; None: by the matrix's size.
+    """
+    one = laid.weight[None], laid.scale[None]
+    if isinstance(laid, PairedFp4):
+        whole: Laid = PairedFp4(*one, laid.in_features)
+    else:
+        whole = Packed("fp8", *one)
+    return packed_groups_triton(x[:, None], whole, num_parts=num_parts)
+
+
+def packed_groups_triton(
+    x: torch.Tensor, laid: Laid, *, num_parts: int | None = None
+) -> torch.Tensor:
+    """Each group's inputs [T, G, in] times its own matrix of [G, out, in]: [T, G * out]."""
     x = x.contiguous()
-    rows, width = x.shape
-    out = torch.empty((rows, packed.out_features), dtype=x.dtype, device=x.device)
+    rows, groups, width = x.shape
+    columns = laid.out_features
+    out = torch.empty((rows, groups * columns), dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    block_m, block_n = block_sizes(rows)
-    grid = (triton.cdiv(rows, block_m), triton.cdiv(packed.out_features, block_n))
-    _packed_linear_kernel[grid](
-        out,
+    parts = num_parts or parts_of(width, groups * columns)
+    tile = block_sizes(rows, groups * columns)
+    grid = triton.cdiv(rows, tile.m), triton.cdiv(columns, tile.n)
+    apart = parts > 1 and grid[0] * grid[1] * groups < _ENOUGH
+    sums = out
+    if apart:
+        sums = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
+    _packed_linear_kernel[(*grid, groups * parts if apart else groups)](
+        sums,
         x,
-        packed.weight.view(torch.uint8),
-        packed.scale,
+        *packed_arguments(laid),
         rows,
-        packed.scale.stride(0),
+        groups,
         K=width,
-        N=packed.out_features,
-        **packed_arguments(packed, width),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_warps=4,
-        num_stages=3,
+        N=columns,
+        PARTS=parts,
+        APART=apart,
+        BLOCK_K=FP8_BLOCK,
+        SCALE_N=scale_rows(laid),
+        ASM=runs_asm(x),
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
+    if apart:
+        _add_parts_kernel[(triton.cdiv(out.numel(), _ADDED),)](
+            out, sums, out.numel(), PARTS=parts, BLOCK=_ADDED
+        )
     return out
 
 
-def block_sizes(rows: int) -> tuple[int, int]:
-    """Rows and outputs of a tile; no sum depends on them, a row has the same bits in any batch."""
+_ENOUGH = 264
+"""Programs that keep a GPU's memory busy; with fewer, parts of the inputs are programs, too."""
+
+_ADDED = 1024
+
+
+def parts_of(width: int, columns: int) -> int:
+    """Parts of a row's sum; by the matrix alone, as sums are added in the order of parts."""
+    parts = 4 if width >= 4096 and columns <= 4096 else 2
+    few = width >= 2048 and columns <= 8192
+    return parts if few and width % (parts * FP8_BLOCK) == 0 else 1
+
+
+class Tile(NamedTuple):
+    """Rows and outputs of a program's tile, and how it is run."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def block_sizes(rows: int, columns: int) -> Tile:
+    """By the sizes; no sum depends on it, a row has the same bits in any batch."""
     if rows <= 16:
-        return 16, 64
-    return (32, 128) if rows <= 32 else (64, 128)
+        return Tile(16, 64, 2, 4)
+    wide = columns >= 4096 if rows > 128 else columns >= 16384
+    if wide:
+        return Tile(128, 128, 8, 3)
+    return Tile(64, 64, 4, 3) if rows <= 128 else Tile(128, 64, 4, 3)
 
 
-def packed_arguments(packed: Packed, width: int) -> dict[str, object]:
-    """What the tile loops are compiled for."""
-    return {
-        "FP4": packed.kind == "fp4",
-        "POWERS": packed.scale.dtype == torch.uint8,
-        "GROUP": FP4_GROUP,
-        "BLOCK_K": _FP4_COLUMNS if packed.kind == "fp4" else FP8_BLOCK,
-        "SCALE_N": FP8_BLOCK,
-    }
+def packed_arguments(laid: Laid) -> tuple[torch.Tensor, int, torch.Tensor, int, int]:
+    """Weights and scales of several matrices, with their strides from one to the next."""
+    weight, scale = laid.weight.view(torch.uint8), laid.scale
+    return weight, weight.stride(0), scale, scale.stride(0), scale.stride(1)
 
 
-@triton.jit
-def power_of_two(b):
-    """e8m0 bytes as float32, bit by bit; byte 0 is the one below float32's normal numbers."""
-    bits = b.to(tl.int32) << 23
-    bits = tl.where(b == 0, 1 << 22, bits)
-    return bits.to(tl.float32, bitcast=True)
+def scale_rows(laid: Laid) -> int:
+    """Outputs that share a scale; 0: fp4, a row has its own."""
+    return 0 if isinstance(laid, PairedFp4) else FP8_BLOCK
 
 
-@triton.jit
-def e2m1(code):
-    """Four bits as float32."""
-    low = (code & 7).to(tl.int32)
-    # above the two smallest: exponent and one digit, moved to where float32 has them
-    bits = tl.where(low > 1, (low << 22) + (126 << 23), tl.where(low == 1, 126 << 23, 0))
-    value = bits.to(tl.float32, bitcast=True)
-    return tl.where((code & 8) != 0, -value, value)
+def runs_asm(x: torch.Tensor) -> bool:
+    """Are weights unpacked by instructions of a GPU?"""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
 
 
 @triton.jit
 def packed_tile(
-    total,  # [BLOCK_M, BLOCK_N] float32, sums so far
-    x_ptr,  # + row offsets [BLOCK_M]
-    x_live,  # [BLOCK_M]
-    w_ptr,
+    total,  # [BLOCK_N, BLOCK_M] float32
+    x_at,  # [BLOCK_M] pointers
+    w_ptr,  # one matrix, bytes
     scale_ptr,
-    scale_row,  # stride
-    column,  # [BLOCK_N] int64, rows of the matrix
-    n_live,  # [BLOCK_N]
-    k,  # first input
+    scale_row,
+    column,  # [BLOCK_N] int64, live ones
+    first,  # input; where a block of scales begins
     K: tl.constexpr,
-    FP4: tl.constexpr,
-    POWERS: tl.constexpr,
-    GROUP: tl.constexpr,
+    COUNT: tl.constexpr,  # inputs, K of them or whole blocks
     BLOCK_K: tl.constexpr,
     SCALE_N: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Add the products of BLOCK_K inputs."""
-    if FP4:
-        at = k // 2 + tl.arange(0, BLOCK_K // 2)
-        live = at < K // 2
-        w_live = n_live[:, None] & live[None, :]
-        byte = tl.load(w_ptr + column[:, None] * (K // 2) + at[None, :], mask=w_live, other=0)
-        scale = tl.load(
-            scale_ptr + column[:, None] * scale_row + (2 * at // GROUP)[None, :],
-            mask=w_live,
-            other=127,
-        )
-        power = power_of_two(scale)
-        keep = x_live[:, None] & live[None, :]
-        even = tl.load(x_ptr[:, None] + 2 * at[None, :], mask=keep, other=0.0)
-        odd = tl.load(x_ptr[:, None] + 2 * at[None, :] + 1, mask=keep, other=0.0)
-        low = (e2m1(byte & 15) * power).to(even.dtype)
-        high = (e2m1(byte >> 4) * power).to(even.dtype)
-        total = tl.dot(even, tl.trans(low), total, input_precision="ieee")
-        total = tl.dot(odd, tl.trans(high), total, input_precision="ieee")
+    """Add rows times a matrix's columns."""
+    if SCALE_N == 0:
+        w_at = w_ptr + column * ((K + 127) // 128 * 64) + first // 2
+        at_scale = scale_ptr + column * scale_row + first // 128
+        total = fp4_sum(total, x_at + first, w_at, at_scale, COUNT, ASM)
     else:
-        at = k + tl.arange(0, BLOCK_K)
-        live = at < K
-        w_live = n_live[:, None] & live[None, :]
-        byte = tl.load(w_ptr + column[:, None] * K + at[None, :], mask=w_live, other=0)
-        w = byte.to(tl.float8e4nv, bitcast=True)
-        keep = x_live[:, None] & live[None, :]
-        x = tl.load(x_ptr[:, None] + at[None, :], mask=keep, other=0.0)
-        part = tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee")
-        at_scale = scale_ptr + (column // SCALE_N) * scale_row + k // BLOCK_K
-        scale = tl.load(at_scale, mask=n_live, other=0)
-        if POWERS:
-            scale = power_of_two(scale)
-        total += part * scale[None, :]
+        at_scale = scale_ptr + column // SCALE_N * scale_row + first // BLOCK_K
+        total = fp8_sum(
+            total, x_at + first, w_ptr + column * K + first, at_scale, COUNT, BLOCK_K, ASM
+        )
     return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _packed_linear_kernel(
-    out_ptr,  # [T, N], out
-    x_ptr,  # [T, K]
-    w_ptr,  # [N, K], or [N, K/2]; bytes
+    out_ptr,  # [T, G, N], out; APART: [PARTS, T, G, N] float32
+    x_ptr,  # [T, G, K]
+    w_ptr,  # [G, N, K], or [G, N, K/2]; bytes
+    w_group,
     scale_ptr,
-    num_rows,
+    scale_group,
     scale_row,
+    num_rows,
+    num_groups,
     K: tl.constexpr,
     N: tl.constexpr,
-    FP4: tl.constexpr,
-    POWERS: tl.constexpr,
-    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALE_N: tl.constexpr,
+    ASM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    group, first, count = tl.program_id(2).to(tl.int64), 0, PARTS
+    if APART:
+        first, count = group % PARTS, 1
+        group = group // PARTS
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_live, n_live = row < num_rows, column < N
-    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for k in tl.range(0, K, BLOCK_K):
+    live = row < num_rows
+    # rows and columns beyond the end read the last one's instead, and are not written
+    x_at = x_ptr + (tl.minimum(row, num_rows - 1) * num_groups + group) * K
+    some = tl.minimum(column, N - 1)
+    w_ptr += group * w_group
+    scale_ptr += group * scale_group
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if PARTS == 1 or APART:
+        at = first * (K // PARTS)
         total = packed_tile(
-            total, x_ptr + row * K, x_live, w_ptr, scale_ptr, scale_row, column, n_live, k,
-            K, FP4, POWERS, GROUP, BLOCK_K, SCALE_N,
+            total, x_at, w_ptr, scale_ptr, scale_row, some, at,
+            K, K // PARTS, BLOCK_K, SCALE_N, ASM,
         )  # fmt: skip
-    at = row[:, None] * N + column[None, :]
+    else:
+        for part in tl.range(0, count):
+            mine = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+            mine = packed_tile(
+                mine, x_at, w_ptr, scale_ptr, scale_row, some, part * (K // PARTS),
+                K, K // PARTS, BLOCK_K, SCALE_N, ASM,
+            )  # fmt: skip
+            total += mine
+    at = (row[None, :] * num_groups + group) * N + column[:, None]
+    if APART:
+        at += first * num_rows * num_groups * N
     out = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, out, mask=x_live[:, None] & n_live[None, :])
+    tl.store(out_ptr + at, out, mask=(column < N)[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_parts_kernel(
+    out_ptr,  # [count], out
+    sums_ptr,  # [PARTS, count] float32
+    count,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(sums_ptr + part * count + at, mask=live, other=0.0)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=live)

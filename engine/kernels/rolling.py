@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
+from engine.kernels.launch import dependent, wait_for_inputs
 from engine.kernels.paged_attention import AttentionBatch
 
 
@@ -116,7 +119,7 @@ def ring_store(
     ring: torch.Tensor,
     x: torch.Tensor,
     positions: torch.Tensor,
-    live: torch.Tensor,
+    live: torch.Tensor | None,
     at: TokenPlaces,
 ) -> None:
     """Put some of a step's tokens into the rings of their requests' rows.
@@ -125,10 +128,80 @@ def ring_store(
         ring: [N, C, ...]; the last row is the spare one, which takes what is not kept.
         x: [T, ...].
         positions: [T] int64.
-        live: [T] bool, which tokens; padding is never kept.
+        live: [T] bool, which tokens; None: all. Padding is never kept.
         at: Where tokens belong.
     """
+    impl = ring_store_triton if x.is_cuda else ring_store_ref
+    impl(ring, x, positions, live, at)
+
+
+def ring_store_ref(
+    ring: torch.Tensor,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    live: torch.Tensor | None,
+    at: TokenPlaces,
+) -> None:
+    """`ring_store` in torch: the definition the kernel is held to."""
     num_rows, places = ring.shape[:2]
     # of a chunk longer than the ring only the end stays
-    live = live & (at.row >= 0) & (positions >= at.stop - places)
+    kept = (at.row >= 0) & (positions >= at.stop - places)
+    live = kept if live is None else live & kept
     ring[torch.where(live, at.row, num_rows - 1), positions % places] = x
+
+
+def ring_store_triton(
+    ring: torch.Tensor,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    live: torch.Tensor | None,
+    at: TokenPlaces,
+) -> None:
+    """`ring_store` as one launch; what is not kept is not written."""
+    x = x.contiguous()
+    width = ring[0, 0].numel()
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    _ring_kernel[(len(x), triton.cdiv(width, block))](
+        ring,
+        x,
+        positions,
+        positions if live is None else live,
+        at.row,
+        at.stop,
+        W=width,
+        PLACES=ring.shape[1],
+        ALL=live is None,
+        BLOCK=block,
+        **dependent(x),
+    )
+
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _ring_kernel(
+    ring_ptr,  # [N, PLACES, W], out
+    x_ptr,  # [T, W]
+    positions_ptr,  # [T] int64
+    live_ptr,  # [T] bool, unless ALL
+    row_ptr,  # [T] int64
+    stop_ptr,  # [T] int64
+    W: tl.constexpr,
+    PLACES: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    row, position = tl.load(row_ptr + token), tl.load(positions_ptr + token)
+    live = row >= 0
+    if not ALL:
+        live = live & tl.load(live_ptr + token)
+    if live & (position >= tl.load(stop_ptr + token) - PLACES):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < W
+        x = tl.load(x_ptr + token * W + column, mask=inside)
+        to = ring_ptr + (row * PLACES + position % PLACES) * W + column
+        tl.store(to, x.to(ring_ptr.dtype.element_ty), mask=inside)

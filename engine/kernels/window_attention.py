@@ -110,7 +110,8 @@ def window_attention_ref(
         if compressed is not None and (count := span.stop // compressed.ratio):
             keys = torch.cat((keys, compressed.entries[span.entries(0, count, compressed.ratio)]))
             mine = None if chosen is None else chosen[span.tokens]
-            hidden = torch.cat((hidden, _unseen(span, count, compressed.ratio, mine)), dim=1)
+            open_ones = _unseen(span, count, compressed.ratio, mine, q.device)
+            hidden = torch.cat((hidden, open_ones), dim=1)
         out[span.tokens] = _attend(q[span.tokens], keys, hidden, sinks, scale)
         if not block:
             ring_write(ring, span.row, span.start, kv[span.tokens])
@@ -149,7 +150,7 @@ def window_attention_triton(
         block=block,
     )
     if not block:
-        ring_store(ring, kv, positions, at.row >= 0, at)
+        ring_store(ring, kv, positions, None, at)
     return out
 
 
@@ -160,9 +161,10 @@ def _outside(span: Span, oldest: int, window: int, device: torch.device) -> torc
     return (key > query) | (key <= query - window)
 
 
-def _unseen(span: Span, count: int, ratio: int, chosen: torch.Tensor | None) -> torch.Tensor:
+def _unseen(
+    span: Span, count: int, ratio: int, chosen: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
     """[n, entries] True where an entry is open, or was not chosen."""
-    device = None if chosen is None else chosen.device
     closed = torch.arange(span.start + 1, span.stop + 1, device=device) // ratio
     unseen = torch.arange(count, device=device) >= closed[:, None]
     if chosen is None:

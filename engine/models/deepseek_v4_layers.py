@@ -202,8 +202,7 @@ class V4Attention:
         )
         # values carry their keys' rotation: turned back at the query, its distance is left
         out = pair_rope(out, turns, inverse=True).reshape(len(x), self.groups, -1)
-        low = [f(out[:, g].contiguous()) for g, f in enumerate(self.o_low)]
-        return self.o(torch.cat(low, dim=1))
+        return self.o(self.o_low(out))
 
     def _compress(
         self, x: torch.Tensor, q_low: torch.Tensor, step: V4Step, state: LayerState

@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.kernels.experts import ExpertMatrices
 from engine.kernels.linear import Linear
 from engine.kernels.packed import FP4_GROUP, FP8_BLOCK, Packed, PackedKind
-from engine.kernels.packed_linear import PackedLinear
+from engine.kernels.packed_linear import PackedGroups, PackedLinear
 from engine.kernels.wide_linear import WideLinear, wide_dtype
 from engine.models.deepseek_v4_names import spellings
 from engine.models.layers import Placement, Weights
@@ -63,6 +63,21 @@ class Stacked:
 Matrix = Linear | PackedLinear | Stacked
 
 
+class Groups:
+    """A matrix for each group of inputs, side by side; the interface is `PackedGroups`'."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Take over [groups, out, in]."""
+        self.weight = weight.contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, groups, in] to [T, groups * out]."""
+        return torch.einsum("tgk,gnk->tgn", x, self.weight).flatten(1)
+
+
+Grouped = Groups | PackedGroups
+
+
 class Filled:
     """The experts of a layer in one tensor, or two where they are packed, filled one by one."""
 
@@ -91,6 +106,18 @@ class Filled:
         if not self._parts:
             return torch.empty(0, 1, 1)
         return self._parts[0] if self._kind is None else Packed(self._kind, *self._parts)
+
+
+def joined(found: Sequence[torch.Tensor | Packed]) -> Sequence[torch.Tensor | Packed]:
+    """One matrix of several, if all are fp8 and end where blocks do."""
+    packed = [m for m in found if isinstance(m, Packed) and m.kind == "fp8"]
+    whole = len(packed) == len(found) > 1 and not any(
+        m.out_features % FP8_BLOCK or m.scale.dtype != packed[0].scale.dtype for m in packed
+    )
+    if not whole:
+        return found
+    weight, scale = (torch.cat([getattr(m, part) for m in packed]) for part in ("weight", "scale"))
+    return [Packed("fp8", weight, scale)]
 
 
 def _divided(part: Part | None, by: tuple[int, int], name: str) -> Part | None:
@@ -168,21 +195,23 @@ class V4Weights:
         plain = [m for m in found if isinstance(m, torch.Tensor)]
         if len(plain) == len(found):
             return Linear(torch.cat(plain))
-        each = [Linear(m) if isinstance(m, torch.Tensor) else PackedLinear(m) for m in found]
+        each = [
+            Linear(m) if isinstance(m, torch.Tensor) else PackedLinear(m) for m in joined(found)
+        ]
         return each[0] if len(each) == 1 else Stacked(each)
 
-    def grouped(self, name: str, groups: int, rows: int, columns: int) -> list[Matrix]:
+    def grouped(self, name: str, groups: int, rows: int, columns: int) -> Grouped:
         """A matrix for each of this rank's groups; `rows` of each."""
         mine = groups // self.at.ranks.size
         found = self._one(name, groups * rows, columns, 0)
         if isinstance(found, torch.Tensor):
-            return [Linear(w.contiguous()) for w in found.view(mine, rows, columns)]
+            return Groups(found.view(mine, rows, columns))
         if rows % FP8_BLOCK and FP8_BLOCK % rows:
             raise _unaligned(name, rows)
         starts = range(0, mine * rows, rows)
         blocks = [found.scale[s // FP8_BLOCK : -(-(s + rows) // FP8_BLOCK)] for s in starts]
         parts = zip(found.weight.split(rows), blocks, strict=True)
-        return [PackedLinear(Packed("fp8", w.contiguous(), s.contiguous())) for w, s in parts]
+        return PackedGroups([Packed("fp8", w.contiguous(), s.contiguous()) for w, s in parts])
 
     def experts(
         self, prefix: str, count: int, width: int, hidden: int, part: Part | None

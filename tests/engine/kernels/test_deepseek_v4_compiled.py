@@ -16,6 +16,7 @@ from engine.kernels.experts import ExpertMatrices, run_experts_triton
 from engine.kernels.hc_collapse import hc_collapse_triton
 from engine.kernels.hc_post import hc_post_triton
 from engine.kernels.packed import Packed
+from engine.kernels.packed_layout import lay_out
 from engine.kernels.packed_linear import packed_linear_triton
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.pair_rope import pair_rope_triton
@@ -128,7 +129,7 @@ def test_windows_and_entries(tmp_path: Path) -> None:
 def test_packed_products_and_experts(tmp_path: Path) -> None:
     with compiling(tmp_path) as made:
         for rows in (1, 20, 900):
-            packed_linear_triton(zeros(rows, HIDDEN, dtype=BF16), fp8(1536, HIDDEN))
+            packed_linear_triton(zeros(rows, HIDDEN, dtype=BF16), lay_out(fp8(1536, HIDDEN)))
         sizes = (8, 4096, HIDDEN), (8, HIDDEN, 2048)
         for kind in (fp8, fp4, lambda *s: zeros(*s, dtype=BF16)):
             gate_up, down = (ExpertMatrices(kind(*size)) for size in sizes)
@@ -136,4 +137,4 @@ def test_packed_products_and_experts(tmp_path: Path) -> None:
                 experts = torch.arange(6).repeat(tokens, 1)
                 x, weights = zeros(tokens, HIDDEN, dtype=BF16), zeros(tokens, 6)
                 run_experts_triton(x, experts, weights, gate_up, down, first=0, limit=10.0)
-        assert len(made.kernels) == 4
+        assert len(made.kernels) == 7

@@ -86,7 +86,8 @@ class Made:
 
     def take(self, name: str, shape: tuple[int, ...], **more: Any) -> torch.Tensor:
         if more["dtype"] == torch.int64:
-            return torch.arange(shape[0])[:, None].add(torch.arange(shape[1])) % 4
+            ids = torch.arange(shape[0])[:, None].add(torch.arange(shape[1])) % 4
+            return ids.to(KERNEL_DEVICE)
         generator = torch.Generator().manual_seed(len(name) * 7919 + sum(map(ord, name)))
         noise = torch.randn(shape, generator=generator)
         if "norm" in name or name.endswith("scale"):

@@ -10,9 +10,9 @@ from engine.kernels.experts import (
     run_experts_ref,
     run_experts_triton,
 )
-from engine.kernels.experts_triton import plan_tiles
+from engine.kernels.experts_triton import plan_tiles, plan_tiles_ref, plan_tiles_triton
 from engine.kernels.packed import Packed, pack, unpack
-from engine.kernels.router import route
+from engine.kernels.router import route, route_ref, route_triton
 from tests.helpers.close import assert_as_good_as
 from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton
 
@@ -100,6 +100,40 @@ def test_every_pair_is_in_one_tile() -> None:
     held = (flat >= 0) & (flat < 5)
     assert torch.equal(plan.place >= 0, held)
     assert torch.equal(plan.order[plan.place[held]], torch.arange(len(flat))[held])
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("num_tokens", "count", "block_m"), [(1, 5, 16), (90, 5, 16), (700, 3, 64)]
+)
+def test_a_plan_is_its_definition(num_tokens: int, count: int, block_m: int) -> None:
+    """Of pairs and tiles that are there; experts of others below and above; blocks of pairs."""
+    flat = torch.randint(-1, count + 2, (2 * num_tokens,), device=KERNEL_DEVICE)
+    want, got = plan_tiles_ref(flat, count, block_m), plan_tiles_triton(flat, count, block_m)
+    held = int(want.stops[-1])
+    assert torch.equal(got.stops, want.stops)
+    assert torch.equal(got.place, want.place)
+    assert torch.equal(got.order[:held], want.order[:held])
+    assert torch.equal(got.expert, want.expert)
+    there = want.expert < count
+    assert torch.equal(got.start[there], want.start[there])
+
+
+@needs_triton
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_route_is_its_definition(hashed: bool) -> None:
+    """Equal scores: the first; logits so large and so small that exp is not to be trusted."""
+    logits = 4 * torch.randn(9, 13, device=KERNEL_DEVICE)
+    logits[0] = 0.0
+    logits[1, :3] = torch.tensor([60.0, -40.0, -17.0], device=KERNEL_DEVICE)
+    ids = torch.randint(20, (9,), device=KERNEL_DEVICE)
+    table = torch.rand(20, 13, device=KERNEL_DEVICE).argsort(dim=1)[:, :3].contiguous()
+    bias = torch.randn(13, device=KERNEL_DEVICE).round()
+    how = {"per_token": 3, "scale": 1.5, "bias": None, "table": table}
+    how |= {} if hashed else {"bias": bias, "table": None}
+    want, got = route_ref(logits, ids, **how), route_triton(logits, ids, **how)  # type: ignore[arg-type]
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], atol=1e-6, rtol=1e-5)
 
 
 @needs_triton

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from engine.kernels.packed import Packed, PackedKind, check_packed, e8m0, pack, unpack
+from engine.kernels.packed_layout import lay_out
 from engine.kernels.packed_linear import (
+    PackedGroups,
     PackedLinear,
+    packed_groups_triton,
     packed_linear,
     packed_linear_ref,
     packed_linear_triton,
@@ -74,10 +77,38 @@ def test_products(rows: int, shape: tuple[int, int], kind: str) -> None:
     packed = Packed(packed.kind, packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE))
     x = torch.randn(rows, shape[1], device=KERNEL_DEVICE)
     want = packed_linear_ref(x, packed)
-    torch.testing.assert_close(packed_linear_triton(x, packed), want, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(packed_linear_triton(x, lay_out(packed)), want, atol=2e-4, rtol=1e-5)
     low = x.to(LOW)
     exact, rounded = packed_linear_ref(low.float(), packed), packed_linear_ref(low, packed)
-    assert_as_good_as(packed_linear_triton(low, packed), exact, rounded)
+    assert_as_good_as(packed_linear_triton(low, lay_out(packed)), exact, rounded)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_parts_of_a_sum(kind: PackedKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of their own, or one after another: the same bits."""
+    packed = pack(torch.randn(72, 512), kind)
+    laid = lay_out(Packed(kind, packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE)))
+    x = torch.randn(19, 512, device=KERNEL_DEVICE)
+    want = x @ unpack(packed).t().to(KERNEL_DEVICE)
+    for num_parts in (2, 4):
+        apart = packed_linear_triton(x, laid, num_parts=num_parts)
+        torch.testing.assert_close(apart, want, atol=2e-4, rtol=1e-5)
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.kernels.packed_linear._ENOUGH", 0)
+            together = packed_linear_triton(x, laid, num_parts=num_parts)
+        torch.testing.assert_close(together, apart, atol=0, rtol=0)
+
+
+@needs_triton
+def test_groups_of_inputs_have_a_matrix_each() -> None:
+    many = [pack(torch.randn(40, 160), "fp8") for _ in range(3)]
+    x = torch.randn(21, 3, 160)
+    want = PackedGroups(many)(x)
+    laid = Packed("fp8", *(torch.stack([getattr(m, n) for m in many]) for n in ("weight", "scale")))
+    laid = Packed("fp8", laid.weight.to(KERNEL_DEVICE), laid.scale.to(KERNEL_DEVICE))
+    got = packed_groups_triton(x.to(KERNEL_DEVICE), laid)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-4, rtol=1e-5)
 
 
 @needs_triton
@@ -87,9 +118,9 @@ def test_rows_have_the_same_bits_in_any_batch(kind: PackedKind) -> None:
     packed = pack(torch.randn(96, 320), kind)
     packed = Packed(packed.kind, packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE))
     x = torch.randn(70, 320, device=KERNEL_DEVICE).to(LOW)
-    whole = packed_linear_triton(x, packed)
+    whole = packed_linear_triton(x, lay_out(packed))
     for rows in (1, 17, 40):
-        part = packed_linear_triton(x[:rows], packed)
+        part = packed_linear_triton(x[:rows], lay_out(packed))
         torch.testing.assert_close(part, whole[:rows], atol=0, rtol=0)
 
 

@@ -19,7 +19,14 @@ from engine.kernels.pair_rope import (
     pair_rope_triton,
     yarn_frequencies,
 )
-from engine.kernels.rolling import CompressedState, ring_store, spans, token_places
+from engine.kernels.rolling import (
+    CompressedState,
+    ring_store,
+    ring_store_ref,
+    ring_store_triton,
+    spans,
+    token_places,
+)
 from engine.kernels.rope import rope_table
 from engine.kernels.select_entries import select_entries_ref, select_entries_triton
 from engine.kernels.window_attention import window_attention_ref, window_attention_triton
@@ -177,6 +184,21 @@ def test_where_tokens_belong() -> None:
     live = torch.tensor([True, False, True, True, True, True, True, True], device=DEVICE)
     ring_store(ring, randn(8, 1).abs() + 1, positions, live, at)
     assert (ring[:3, :, 0] > 0).nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 2], [2, 1]]
+
+
+@needs_triton
+@pytest.mark.parametrize("some", [False, True])
+def test_what_rings_keep(some: bool) -> None:
+    """A chunk longer than the ring, no token, padding; all tokens or some of them."""
+    steps = Steps()
+    steps.step([5, 0, 2])
+    batch, positions = steps.step([9, 3, 0])
+    at = token_places(batch, len(positions))
+    x, live = randn(len(positions), 2, 3), torch.rand(len(positions), device=DEVICE) < 0.5
+    want, got = (torch.full((ROWS + 1, 4, 2, 3), float("nan"), device=DEVICE) for _ in "ab")
+    for store, ring in ((ring_store_ref, want), (ring_store_triton, got)):
+        store(ring, x, positions, live if some else None, at)
+    torch.testing.assert_close(got[:-1], want[:-1], atol=0, rtol=0, equal_nan=True)
 
 
 @needs_triton
