@@ -70,6 +70,7 @@ def run_experts(
     *,
     first: int,
     limit: float,
+    among: int | None = None,
 ) -> torch.Tensor:
     """This rank's experts' part of the output.
 
@@ -81,6 +82,7 @@ def run_experts(
         down: [E, H, I].
         first: Number of the first of these E experts.
         limit: c.
+        among: Experts of all ranks; None: these alone.
 
     Returns:
         [T, H] in x's dtype.
@@ -91,8 +93,11 @@ def run_experts(
     dims.check("weights", weights, "T k", torch.float32)
     if not len(gate_up):  # more ranks than experts
         return torch.zeros_like(x)
-    impl = run_experts_triton if x.is_cuda else run_experts_ref
-    return impl(x, experts, weights, gate_up, down, first=first, limit=limit)
+    if not x.is_cuda:
+        return run_experts_ref(x, experts, weights, gate_up, down, first=first, limit=limit)
+    return run_experts_triton(
+        x, experts, weights, gate_up, down, first=first, limit=limit, among=among
+    )
 
 
 def run_experts_ref(
@@ -126,12 +131,13 @@ def run_experts_triton(
     *,
     first: int,
     limit: float,
+    among: int | None = None,
 ) -> torch.Tensor:
     """`run_experts` as two grouped products and a sum; nothing is read back by the host."""
     if not len(x):
         return torch.empty_like(x)
     per_token = experts.shape[1]
-    plan = plan_tiles(experts - first, len(gate_up))
+    plan = plan_tiles(experts - first, len(gate_up), among)
     inner = grouped_product(x.contiguous(), plan, gate_up.for_kernels(), rows_from=per_token)
     inner = cut_silu(inner, limit)
     out = grouped_product(inner, plan, down.for_kernels(), rows_from=0)

@@ -31,17 +31,25 @@ class Tiles(NamedTuple):
     block_m: int
 
 
-def plan_tiles(experts: torch.Tensor, count: int) -> Tiles:
+def plan_tiles(experts: torch.Tensor, count: int, among: int | None = None) -> Tiles:
     """Sort pairs by expert and cut them into tiles; shapes follow from T, k and E alone.
 
     Args:
         experts: [T, k] int64, numbers of this rank's experts; others are below 0 or above.
         count: E.
+        among: Experts of all ranks.
     """
     flat = experts.flatten()
-    block_m = 16 if len(flat) <= 32 * count else 64
+    block_m = rows_of(len(flat) / (among or count))
     impl = plan_tiles_triton if flat.is_cuda else plan_tiles_ref
     return impl(flat, count, block_m)
+
+
+def rows_of(pairs: float) -> int:
+    """Rows of a tile by how many pairs an expert has on average: most have one tile."""
+    if pairs <= 12:
+        return 16
+    return 32 if pairs <= 26 else 64
 
 
 def plan_tiles_ref(flat: torch.Tensor, count: int, block_m: int) -> Tiles:
@@ -212,7 +220,7 @@ def grouped_product(
 
 def tile_of(block_m: int) -> Tile:
     """Of a grouped product, by its rows."""
-    return Tile(16, 128, 2, 3) if block_m == 16 else Tile(64, 128, 8, 3)
+    return {16: Tile(16, 128, 2, 3), 32: Tile(32, 128, 4, 3), 64: Tile(64, 128, 8, 3)}[block_m]
 
 
 @triton.jit

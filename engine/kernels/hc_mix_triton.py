@@ -15,8 +15,12 @@ from engine.kernels.launch import dependent, wait_for_inputs
 if TYPE_CHECKING:
     from engine.kernels.hc_mix import MixWeights
 
-_PARTS, _BLOCK_T, _BLOCK_K, _ROWS = 16, 16, 64, 32
+_PARTS, _BLOCK_T, _BLOCK_K, _ROWS = 32, 32, 128, 32
 """Parts of the columns; tokens and columns of a tile; room for outputs and, as the last, x^2."""
+
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""It multiplies bfloat16 by its bits."""
 
 
 def mix_partials(x: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
@@ -67,11 +71,18 @@ def _partials_kernel(
         live = column < K
         keep = (token < num_tokens)[:, None] & live[None, :]
         x = tl.load(x_ptr + token[:, None] * K + column[None, :], mask=keep, other=0.0)
-        x = x.to(tl.float32)
+        wide = x.to(tl.float32)
         keep = (row < M)[:, None] & live[None, :]
         fn = tl.load(fn_ptr + row[:, None] * K + column[None, :], mask=keep, other=0.0)
-        total = tl.dot(x, tl.trans(fn), total, input_precision="ieee")
-        squares += tl.sum(x * x, axis=1)
+        if x.dtype == tl.bfloat16 and not _INTERPRETED:
+            # float32 is the sum of three bfloat16, whose products with x are exact
+            for _ in tl.static_range(3):
+                high = fn.to(tl.bfloat16)
+                total = tl.dot(x, tl.trans(high), total)
+                fn -= high.to(tl.float32)
+        else:
+            total = tl.dot(wide, tl.trans(fn), total, input_precision="ieee")
+        squares += tl.sum(wide * wide, axis=1)
     total = tl.where(row[None, :] == ROWS - 1, squares[:, None], total)
     at = (part * num_tokens + token)[:, None] * ROWS + row[None, :]
     tl.store(out_ptr + at, total, mask=(token < num_tokens)[:, None])

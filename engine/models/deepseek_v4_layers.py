@@ -267,10 +267,9 @@ class V4Experts:
             per_token=self.spec.per_token,
             scale=self.spec.scale,
         )
-        limit = self.spec.limit
-        routed = run_experts(
-            x, experts, weights, self.gate_up, self.down, first=self.first, limit=limit
-        )
+        limit, among = self.spec.limit, self.spec.num_experts
+        held = self.gate_up, self.down
+        routed = run_experts(x, experts, weights, *held, first=self.first, limit=limit, among=among)
         # [ckpt] transformers and both servers cut the shared expert, too
         shared = self.shared_out(cut_silu(self.shared_in(x), limit))
         return routed + shared

@@ -73,6 +73,24 @@ def test_kernels(num_tokens: int, first: int, among: int, kind: str) -> None:
     )
 
 
+@needs_triton
+@pytest.mark.parametrize("kind", ["plain", "fp8", "fp4"])
+def test_tokens_have_the_same_bits_in_any_batch(kind: str) -> None:
+    """Tiles of 16, 32 and 64 rows add in the same order."""
+    gate_up, down = matrices(kind, COUNT, 2 * WIDTH, 128), matrices(kind, COUNT, 128, WIDTH)
+    if kind == "plain":
+        gate_up, down = (ExpertMatrices(m.weight.to(LOW)) for m in (gate_up, down))  # type: ignore[union-attr]
+    experts, weights = chosen(60, 3, COUNT)
+    x = torch.randn(60, 128, device=KERNEL_DEVICE).to(LOW)
+    rows = [plan_tiles(experts[:n], COUNT).block_m for n in (60, 40, 3)]
+    assert rows == [64, 32, 16]
+    how = {"first": 0, "limit": 0.7}
+    whole = run_experts_triton(x, experts, weights, gate_up, down, **how)
+    for n in (40, 3):
+        part = run_experts_triton(x[:n], experts[:n], weights[:n], gate_up, down, **how)
+        torch.testing.assert_close(part, whole[:n], atol=0, rtol=0)
+
+
 def test_packed_experts_are_their_unpacked_ones() -> None:
     x, (experts, weights) = torch.randn(9, HIDDEN), chosen(9, 2, COUNT)
     experts, weights = experts.cpu(), weights.cpu()

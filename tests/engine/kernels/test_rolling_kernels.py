@@ -220,11 +220,12 @@ def test_rope_turns_back() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("num_tokens", [1, 19])
-def test_stream_coefficients(num_tokens: int) -> None:
-    """Parts that columns do not fill; rows with the same bits in any batch."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 39])
+def test_stream_coefficients(num_tokens: int, dtype: torch.dtype) -> None:
+    """Parts that columns do not fill; rows with the same bits in any batch; float32 weights."""
     width, streams = 300, 4
-    x = randn(num_tokens, streams, width)
+    x = randn(num_tokens, streams, width).to(dtype)
     rows = streams * (streams + 2)
     how = {"norm_eps": 1e-6, "eps": 1e-6}
     weights = MixWeights(randn(rows, streams * width) / 30, randn(rows), randn(3))
