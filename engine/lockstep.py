@@ -30,7 +30,8 @@ def compare_limits(group: Group, limits: Limits, gamma: int) -> None:
     tiers = Tiers(limits.max_num_seqs, gamma)
     group.compare(
         {
-            "limits": str(replace(limits, graph_pool_bytes=0)),  # that is a rank's own
+            # what a rank has found free, and what it keeps for graphs, are its own
+            "limits": str(replace(limits, graph_pool_bytes=0, kv_account="")),
             "graph tiers": f"{tiers.requests}, {tiers.widths}",
         }
     )
