@@ -40,8 +40,8 @@ def context_length(folder: Path, max_model_len: int | None) -> int | None:
     """Prompt plus output tokens of a row, as far as it is known without the engine."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        trained = int(config["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
+        trained = int((config.get("text_config") or config)["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return max_model_len
     return trained if max_model_len is None else min(trained, max_model_len)
 

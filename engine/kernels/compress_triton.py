@@ -14,11 +14,13 @@ def close_windows(
     state: CompressedState,
     norm: torch.Tensor,
     eps: float,
-    rope: torch.Tensor,
+    rope: torch.Tensor | None,
     positions: torch.Tensor,
     at: TokenPlaces,
     block_table: torch.Tensor,
     kv_block_size: int,
+    *,
+    by_token: torch.Tensor | None = None,
 ) -> None:
     """Make the entries of all windows that the step closes.
 
@@ -27,20 +29,22 @@ def close_windows(
         state: Rings are read, entries written.
         norm: [D].
         eps: Of the norm.
-        rope: [positions, 2, P] float32.
+        rope: [positions, 2, P] float32; None with `by_token`.
         positions: [T] int64.
         at: Where tokens belong.
         block_table: [R, M] int32.
         kv_block_size: Tokens of a block.
+        by_token: [T, D], zeros: takes what tokens close, not turned, and no entries are written.
     """
+    assert (rope is None) == (by_token is not None)
     num_tokens, _, wide = pairs.shape
     width = state.entries.shape[1]
     _close_kernel[(num_tokens,)](
-        state.entries,
+        state.entries if by_token is None else by_token,
         pairs,
         state.rows,
         norm,
-        rope,
+        pairs if rope is None else rope,
         positions,
         at.row,
         at.request,
@@ -51,23 +55,24 @@ def close_windows(
         eps,
         D=width,
         W=wide,
-        P=rope.shape[2],
+        P=0 if rope is None else rope.shape[2],
         RATIO=state.ratio,
         OVERLAP=wide // width,
         PLACES=state.rows.shape[1],
         SIZE=kv_block_size,
         BLOCK=triton.next_power_of_2(width // 2),
+        BY_TOKEN=by_token is not None,
         **dependent(pairs),
     )
 
 
 @triton.jit
 def _close_kernel(
-    entries_ptr,  # [E, D], out
+    entries_ptr,  # [E, D], out; BY_TOKEN: [T, D]
     pairs_ptr,  # [T, 2, W]
     rows_ptr,  # [N, PLACES, 2, W]
     norm_ptr,  # [D]
-    rope_ptr,  # [positions, 2, P]
+    rope_ptr,  # [positions, 2, P]; not BY_TOKEN only
     position_ptr,  # [T]
     row_ptr,  # [T]
     request_ptr,  # [T]
@@ -84,6 +89,7 @@ def _close_kernel(
     PLACES: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
@@ -131,11 +137,13 @@ def _close_kernel(
         norm_b = tl.load(norm_ptr + 2 * pair + 1, mask=live, other=0.0).to(tl.float32)
         a = ((a * scale).to(dtype).to(tl.float32) * norm_a).to(dtype).to(tl.float32)
         b = ((b * scale).to(dtype).to(tl.float32) * norm_b).to(dtype).to(tl.float32)
-        place = last + 1 - RATIO  # the window's first position
-        cos, sin = pair_turns(rope_ptr + place * 2 * P, pair, D, P)
-        a, b = a * cos - b * sin, b * cos + a * sin
-        table = table_ptr + tl.load(request_ptr + token) * table_stride
-        block = tl.load(table + place // SIZE).to(tl.int64)
-        entry = (block * SIZE + place % SIZE) // RATIO
+        entry = token
+        if not BY_TOKEN:
+            place = last + 1 - RATIO  # the window's first position
+            cos, sin = pair_turns(rope_ptr + place * 2 * P, pair, D, P)
+            a, b = a * cos - b * sin, b * cos + a * sin
+            table = table_ptr + tl.load(request_ptr + token) * table_stride
+            block = tl.load(table + place // SIZE).to(tl.int64)
+            entry = (block * SIZE + place % SIZE) // RATIO
         tl.store(entries_ptr + entry * D + 2 * pair, a.to(dtype), mask=live)
         tl.store(entries_ptr + entry * D + 2 * pair + 1, b.to(dtype), mask=live)

@@ -1,6 +1,6 @@
 """Packed weights: what their bits mean, and their way back to numbers.
 
-    fp8   e4m3, and a scale for every 128 x 128 block: float32, or e8m0
+    fp8   e4m3, and a scale for every 128 x 128 block (32 x 32 in V4.1): float32, or e8m0
     fp4   e2m1, two in a byte along the input, the lower half first; an e8m0 scale for 32 inputs
 
 e8m0 is a power of two: byte b means 2^(b - 127). e2m1 is a sign and one of 0, 1/2, 1, 3/2, 2, 3, 4
@@ -26,8 +26,11 @@ class Packed:
     kind: PackedKind
     weight: torch.Tensor  # fp8: [.., out, in] float8_e4m3fn; fp4: [.., out, in / 2] uint8
     scale: torch.Tensor
-    """fp8: [.., out / 128, in / 128], both rounded up, float32 or uint8; fp4: [.., out, in / 32]
-    uint8."""
+    """fp8: [.., out / block, in / block], both rounded up, float32 or uint8; fp4: uint8
+    [.., out, in / 32]."""
+
+    block: int = FP8_BLOCK
+    """fp8: rows and columns that share a scale."""
 
     @property
     def out_features(self) -> int:
@@ -41,7 +44,7 @@ class Packed:
 
     def __getitem__(self, index: int) -> "Packed":
         """One matrix of several."""
-        return Packed(self.kind, self.weight[index], self.scale[index])
+        return Packed(self.kind, self.weight[index], self.scale[index], self.block)
 
 
 def check_packed(packed: Packed) -> None:
@@ -53,7 +56,7 @@ def check_packed(packed: Packed) -> None:
     weight, scale = packed.weight, packed.scale
     rows, columns = packed.out_features, packed.in_features
     if packed.kind == "fp8":
-        want = (*weight.shape[:-2], -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        want = (*weight.shape[:-2], -(-rows // packed.block), -(-columns // packed.block))
         kinds, stored = [torch.float32, torch.uint8], torch.float8_e4m3fn
     else:
         if columns % FP4_GROUP:
@@ -86,18 +89,21 @@ def unpack(packed: Packed) -> torch.Tensor:
         halves = torch.stack((packed.weight & 15, packed.weight >> 4), dim=-1)
         values = table[halves.flatten(-2).long()]
         return values * scale.repeat_interleave(FP4_GROUP, dim=-1)
-    wide = scale.repeat_interleave(FP8_BLOCK, dim=-2)[..., : packed.out_features, :]
-    wide = wide.repeat_interleave(FP8_BLOCK, dim=-1)[..., : packed.in_features]
+    wide = scale.repeat_interleave(packed.block, dim=-2)[..., : packed.out_features, :]
+    wide = wide.repeat_interleave(packed.block, dim=-1)[..., : packed.in_features]
     return packed.weight.float() * wide
 
 
-def pack(x: torch.Tensor, kind: PackedKind, *, float_scale: bool = False) -> Packed:
+def pack(
+    x: torch.Tensor, kind: PackedKind, *, float_scale: bool = False, block: int = FP8_BLOCK
+) -> Packed:
     """The nearest packed weights; for tests and made-up weights.
 
     Args:
         x: [.., out, in].
         kind: fp8 or fp4.
         float_scale: fp8 with float32 scales in place of powers of two.
+        block: fp8: rows and columns that share a scale.
     """
     x = x.float()
     if kind == "fp4":
@@ -109,13 +115,13 @@ def pack(x: torch.Tensor, kind: PackedKind, *, float_scale: bool = False) -> Pac
         code = code.flatten(-2).to(torch.uint8)
         return Packed("fp4", code[..., ::2] | (code[..., 1::2] << 4), scale)
     rows, columns = x.shape[-2:]
-    pad = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
-    blocks = torch.nn.functional.pad(x, pad).unflatten(-1, (-1, FP8_BLOCK))
-    blocks = blocks.unflatten(-3, (-1, FP8_BLOCK))
+    pad = (0, -columns % block, 0, -rows % block)
+    blocks = torch.nn.functional.pad(x, pad).unflatten(-1, (-1, block))
+    blocks = blocks.unflatten(-3, (-1, block))
     most = blocks.abs().amax(dim=(-3, -1)) / 448.0
     scale = most.clamp(min=1e-12) if float_scale else _power(most)
-    wide = unpack(Packed("fp8", torch.ones_like(x).to(torch.float8_e4m3fn), scale))
-    return Packed("fp8", (x / wide).to(torch.float8_e4m3fn), scale)
+    wide = unpack(Packed("fp8", torch.ones_like(x).to(torch.float8_e4m3fn), scale, block))
+    return Packed("fp8", (x / wide).to(torch.float8_e4m3fn), scale, block)
 
 
 def _power(most: torch.Tensor) -> torch.Tensor:

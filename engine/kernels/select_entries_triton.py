@@ -19,6 +19,8 @@ def score_keys(
     block_table: torch.Tensor,
     kv_block_size: int,
     most: int,
+    inside: torch.Tensor | None = None,
+    block: int = 1,
 ) -> torch.Tensor:
     """[T, most] int64 keys: higher scores above, of equal ones the earlier entry; -1: not closed.
 
@@ -30,7 +32,9 @@ def score_keys(
         at: Where tokens belong.
         block_table: [R, M] int32.
         kv_block_size: Tokens of a block.
-        most: Entries that any request may have.
+        most: Entries that any request may have; with `inside`, those of its blocks.
+        inside: [T, B] int32, blocks of entries to look at, -1 for none; None: all entries.
+        block: Entries of such a block.
     """
     num_tokens, heads, width = q.shape
     keys = torch.empty((num_tokens, most), dtype=torch.int64, device=q.device)
@@ -44,6 +48,7 @@ def score_keys(
         at.request,
         block_table,
         block_table.stride(0),
+        at.row if inside is None else inside,
         most,
         width**-0.5,
         N=heads,
@@ -53,6 +58,7 @@ def score_keys(
         BLOCK_N=max(16, triton.next_power_of_2(heads)),
         BLOCK_D=max(16, triton.next_power_of_2(width)),
         BLOCK_E=_BLOCK_E,
+        INSIDE=0 if inside is None else block,
         **dependent(q),
     )
     return keys
@@ -69,6 +75,7 @@ def _score_kernel(
     request_ptr,  # [T]
     table_ptr,  # [R, M]
     table_stride,
+    inside_ptr,  # [T, most / INSIDE]; INSIDE > 0 only
     most,
     scale,
     N: tl.constexpr,
@@ -78,16 +85,26 @@ def _score_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    INSIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    at_key = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     closed = (tl.load(position_ptr + token) + 1) // RATIO
     closed = tl.where(tl.load(row_ptr + token) >= 0, closed, 0)
-    live = entry < closed
+    if INSIDE > 0:
+        held = inside_ptr + token * (most // INSIDE) + at_key // INSIDE
+        inside = tl.load(held, mask=at_key < most, other=-1).to(tl.int64)
+        entry = inside * INSIDE + at_key % INSIDE
+        live = (inside >= 0) & (entry < closed)
+        some = tl.max(live.to(tl.int32), axis=0) > 0
+    else:
+        entry = at_key
+        live = entry < closed
+        some = tl.program_id(1).to(tl.int64) * BLOCK_E < closed
     key = tl.full([BLOCK_E], -1, dtype=tl.int64)
-    if tl.program_id(1).to(tl.int64) * BLOCK_E < closed:
+    if some:
         table = table_ptr + tl.load(request_ptr + token) * table_stride
         first = entry * RATIO
         block = tl.load(table + first // SIZE, mask=live, other=0).to(tl.int64)
@@ -105,4 +122,4 @@ def _score_kernel(
         bits = score.to(tl.int32, bitcast=True).to(tl.int64)
         ordered = tl.where(bits < 0, -1 - bits, bits + (1 << 31))
         key = tl.where(live, (ordered << 31) + (0x7FFFFFFF - entry), -1)
-    tl.store(keys_ptr + token * most + entry, key, mask=entry < most)
+    tl.store(keys_ptr + token * most + at_key, key, mask=at_key < most)

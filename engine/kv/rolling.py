@@ -18,7 +18,7 @@ class CompressorShape:
 
     ratio: int
     overlap: int
-    """Windows that an entry is made of."""
+    """Windows that an entry is made of; 0: of nothing that is kept, it comes whole."""
 
     width: int
     """Channels of an entry."""

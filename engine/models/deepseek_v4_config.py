@@ -1,9 +1,10 @@
-"""config.json of DeepSeek-V4 -> V4TargetSpec, in the released and in transformers' spelling.
+"""config.json of DeepSeek-V4 and V4.1 -> V4TargetSpec, as released and as transformers spells it.
 
 Released configs say `compress_ratios`, a number a layer: 0 window, 4 sparse, 128 heavy; those past
 `num_hidden_layers` belong to the drafter. transformers writes `layer_types` and `compress_rates`,
 and `mlp_layer_types` for `num_hash_layers`. Nothing of this is guessed: checkpoints of one size
-interleave layers in another way than those of the next.
+interleave layers in another way than those of the next. What V4.1 has of its own is read in
+`engine.models.deepseek_v41_config`.
 """
 
 from pathlib import Path
@@ -16,14 +17,22 @@ from engine.models.deepseek_v4_spec import (
     HyperSpec,
     IndexerSpec,
     LayerKind,
+    SourcesSpec,
     V4Layers,
     V4TargetSpec,
     YarnRope,
 )
+from engine.models.deepseek_v41_config import (
+    ARCHITECTURE_V41,
+    flattened,
+    is_deepseek_v41,
+    parse_sources,
+    refuse_variants,
+)
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_TYPE = "deepseek_v4"
-_HINT = "use a DeepSeek-V4 checkpoint"
+_HINT = "use a DeepSeek-V4 or V4.1 checkpoint"
 
 _KINDS: dict[str, LayerKind] = {
     "sliding_attention": "window",
@@ -32,8 +41,8 @@ _KINDS: dict[str, LayerKind] = {
 }
 _RATIOS: dict[int, LayerKind] = {0: "window", 4: "sparse", 128: "heavy"}
 _SPARSE_RATIO, _HEAVY_RATIO = 4, 128
-FP8_BLOCK = 128
-"""Rows and columns that share a scale; V4.1 has fewer."""
+_FP8_BLOCKS = 128, 32
+"""Rows and columns that share a scale, in V4 and in V4.1."""
 
 # Written by released configs and by transformers; none changes what the target computes.
 _INERT = """
@@ -46,7 +55,9 @@ _INERT = """
 
 
 def is_deepseek_v4(fields: ConfigFields) -> bool:
-    """Is this the config of a DeepSeek-V4?"""
+    """Is this the config of a DeepSeek-V4, or V4.1?"""
+    if is_deepseek_v41(fields):
+        return True
     named = architecture_of(fields)
     return named == ARCHITECTURE or (not named and fields.raw("model_type") == MODEL_TYPE)
 
@@ -60,28 +71,40 @@ def parse_deepseek_v4(folder: Path) -> V4TargetSpec:
     Raises:
         CheckpointError: It is a variant that is not served, by name.
     """
-    where = folder / "config.json"
-    fields = ConfigFields(read_json(where), str(where))
-    architecture_of(fields)
-    fields.expect("model_type", MODEL_TYPE, _HINT)
-    packed = _check_quantised(fields)
+    fields = read_fields(folder)
+    v41 = is_deepseek_v41(fields)
+    if v41:
+        refuse_variants(fields)
+    else:
+        architecture_of(fields)
+        fields.expect("model_type", MODEL_TYPE, _HINT)
+    block = _fp8_block(fields)
     vocab_size = fields.integer("vocab_size")
     fields.expect("tie_word_embeddings", False, _HINT)
     spec = V4TargetSpec(
-        architecture=ARCHITECTURE,
-        layers=parse_v4_layers(fields),
+        architecture=ARCHITECTURE_V41 if v41 else ARCHITECTURE,
+        layers=parse_v4_layers(fields, v41=v41),
         vocab_size=vocab_size,
         max_position=fields.integer("max_position_embeddings"),
         eos_token_ids=parse_eos(folder, fields, vocab_size),
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
-        dtype="bfloat16" if packed and not _says_dtype(fields) else parse_dtype(fields, folder),
+        dtype="bfloat16" if block and not _says_dtype(fields) else parse_dtype(fields, folder),
+        fp8_block=block or _FP8_BLOCKS[0],
     )
     fields.finish(also_inert=_INERT.split())
     return spec
 
 
-def _check_quantised(fields: ConfigFields) -> bool:
-    """Are weights packed, in the one way that is served? Which tensors are, they say themselves.
+def read_fields(folder: Path) -> ConfigFields:
+    """A checkpoint's config, what V4.1 nests in it brought up."""
+    where = folder / "config.json"
+    return ConfigFields(flattened(read_json(where), str(where)), str(where))
+
+
+def _fp8_block(fields: ConfigFields) -> int | None:
+    """If weights are packed, in a way that is served: rows and columns of fp8 that share a scale.
+
+    Which tensors are packed, they say themselves.
 
     [ckpt] The published recipe rounds activations to fp8, too (`activation_scheme`); here they stay
     as they are, which is closer to the trained network.
@@ -89,22 +112,26 @@ def _check_quantised(fields: ConfigFields) -> bool:
     fields.raw("expert_dtype")  # as the experts' tensors say
     found = fields.raw("quantization_config")
     if not found:
-        return False
+        return None
     if not isinstance(found, dict):
         raise fields.error("quantization_config", f"must be an object, got {found!r}")
     inner = ConfigFields(found, f"{fields.where}: quantization_config")
     inner.expect("quant_method", "fp8", _HINT)
-    inner.expect("weight_block_size", [FP8_BLOCK, FP8_BLOCK], _HINT + "; V4.1 is not served")
     inner.expect("fmt", "e4m3", _HINT)
+    sizes = inner.integers("weight_block_size")
+    if sizes not in [(size, size) for size in _FP8_BLOCKS]:
+        raise inner.error(
+            "weight_block_size", f"is {list(sizes)}; blocks of {_FP8_BLOCKS} are served", _HINT
+        )
     inner.finish(also_inert=("activation_scheme", "scale_fmt", "expert_dtype"))
-    return True
+    return sizes[0]
 
 
 def _says_dtype(fields: ConfigFields) -> bool:
     return "dtype" in fields or "torch_dtype" in fields
 
 
-def parse_v4_layers(fields: ConfigFields) -> V4Layers:
+def parse_v4_layers(fields: ConfigFields, *, v41: bool = False) -> V4Layers:
     """The target's blocks."""
     for key, plain in (
         ("hidden_act", "silu"),
@@ -119,11 +146,15 @@ def parse_v4_layers(fields: ConfigFields) -> V4Layers:
             "num_attention_heads", f"must be a multiple of o_groups, got {heads} and {groups}"
         )
     head_dim = fields.integer("head_dim")
-    kinds, sparse, heavy = _kinds(fields)
+    sources: SourcesSpec | None = None
+    if v41:
+        (kinds, sources), sparse, heavy = parse_sources(fields), 0, 0
+    else:
+        kinds, sparse, heavy = _kinds(fields)
     window_rope, compressed_rope = _ropes(fields)
     return V4Layers(
         kinds=kinds,
-        hashed=_hashed(fields, len(kinds)),
+        hashed=_hashed(fields, len(kinds), 0 if v41 else None),
         hidden_size=fields.integer("hidden_size"),
         num_heads=heads,
         head_dim=head_dim,
@@ -148,8 +179,10 @@ def parse_v4_layers(fields: ConfigFields) -> V4Layers:
         norm_eps=fields.number("rms_norm_eps"),
         window_rope=window_rope,
         compressed_rope=compressed_rope,
-        delayed=fields.flag("hc_pre_from_prev_sublayer", False),
-        q_head_norm=fields.flag("q_head_norm", True),
+        # [ckpt] V4.1's released configs leave both out: its architecture says them
+        delayed=fields.flag("hc_pre_from_prev_sublayer", v41),
+        q_head_norm=fields.flag("q_head_norm", not v41),
+        sources=sources,
     )
 
 
@@ -163,6 +196,7 @@ def _experts(fields: ConfigFields) -> ExpertsSpec:
         ("topk_group", 1),
         ("first_k_dense_replace", 0),
         ("moe_layer_freq", 1),
+        ("gate_temp", 1.0),
     ):
         fields.expect(key, plain, _HINT)
     found = ExpertsSpec(
@@ -208,7 +242,7 @@ def _kinds(fields: ConfigFields) -> tuple[tuple[LayerKind, ...], int, int]:
             "compress_ratios",
             f"must be 0, 4 or 128 for each of {depth} layers and 0 for those of a drafter, "
             f"got {list(found)}",
-            _HINT + "; V4.1, whose ratios are 1 and 2, is not served",
+            f"ratios 1 and 2 are V4.1's: its configs say architectures {ARCHITECTURE_V41}",
         )
     kinds = tuple(_RATIOS[r] for r in found[:depth])
     if from_types and (from_types, sparse, heavy) != (kinds, _SPARSE_RATIO, _HEAVY_RATIO):
@@ -227,8 +261,9 @@ def _rate(fields: ConfigFields, rates: Any, kind: str, default: int) -> int:
     return rate
 
 
-def _hashed(fields: ConfigFields, depth: int) -> tuple[bool, ...]:
-    types, count = fields.raw("mlp_layer_types"), fields.raw("num_hash_layers")
+def _hashed(fields: ConfigFields, depth: int, unsaid: int | None) -> tuple[bool, ...]:
+    """Layers whose experts are looked up; `unsaid`: how many, where the config is silent."""
+    types, count = fields.raw("mlp_layer_types"), fields.raw("num_hash_layers", unsaid)
     if types is not None:
         known = ("moe", "hash_moe")
         if not isinstance(types, list) or len(types) != depth or any(t not in known for t in types):
@@ -240,7 +275,7 @@ def _hashed(fields: ConfigFields, depth: int) -> tuple[bool, ...]:
         raise fields.error(
             "num_hash_layers", "is missing, and so is mlp_layer_types: where are experts hashed?"
         )
-    count = fields.integer("num_hash_layers", minimum=0)
+    count = fields.integer("num_hash_layers", unsaid or 0, minimum=0)
     return tuple(i < count for i in range(depth))
 
 

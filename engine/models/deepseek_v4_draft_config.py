@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import CheckpointError
-from engine.models.config_reader import ConfigFields, read_json
+from engine.models.config_reader import ConfigFields
 from engine.models.decoder_config import check_token_id
-from engine.models.deepseek_v4_config import parse_deepseek_v4
+from engine.models.deepseek_v4_config import parse_deepseek_v4, read_fields
 from engine.models.deepseek_v4_spec import ExpertsSpec, LayerKind, V4DraftSpec
 from engine.models.headers import read_headers
 
@@ -35,8 +35,7 @@ def parse_deepseek_v4_draft(folder: Path) -> V4DraftSpec:
         CheckpointError: It has none, or one that is not served.
     """
     target = parse_deepseek_v4(folder)
-    where = folder / "config.json"
-    fields = ConfigFields(read_json(where), str(where))
+    fields = read_fields(folder)
     stages, leaves = _stages(folder, read_headers(folder))
     window: LayerKind = "window"
     last = stages - 1
@@ -55,6 +54,7 @@ def parse_deepseek_v4_draft(folder: Path) -> V4DraftSpec:
             target.layers,
             kinds=(window,) * stages,
             hashed=(False,) * stages,
+            sources=None,
             experts=_experts(fields, target.layers.experts),
         ),
         vocab_size=target.vocab_size,
@@ -70,6 +70,7 @@ def parse_deepseek_v4_draft(folder: Path) -> V4DraftSpec:
         confidence_with_markov=fields.flag("confidence_head_with_markov", True),
         max_position=target.max_position,
         dtype=target.dtype,
+        fp8_block=target.fp8_block,
     )
 
 

@@ -1,7 +1,7 @@
 """DeepSeek-V4 blocks, of target and drafter: attention, experts, and the streams around them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from engine.kernels.window_attention import window_attention
 from engine.kv.rolling import CompressorShape, LayerShape, LayerState, RollingState
 from engine.models.deepseek_v4_spec import V4Layers, YarnRope
 from engine.models.deepseek_v4_weights import V4Weights
+from engine.models.deepseek_v41_layers import Handed, SharedEntries, shared_shapes
 
 
 def layer_shapes(spec: V4Layers) -> tuple[LayerShape, ...]:
@@ -33,6 +34,9 @@ def layer_shapes(spec: V4Layers) -> tuple[LayerShape, ...]:
     shapes = []
     for i, kind in enumerate(spec.kinds):
         ratio = spec.ratio(i)
+        if kind == "shared":
+            shapes.append(LayerShape(spec.window, spec.head_dim, *shared_shapes(spec, i)))
+            continue
         # sparse layers' windows overlap, heavy ones' do not
         overlap = 2 if kind == "sparse" else 1
         own = None if kind == "window" else CompressorShape(ratio, overlap, spec.head_dim)
@@ -80,6 +84,9 @@ class V4Step:
 
     shards: TokenShards | None = None
     """Who holds which tokens' streams; None: every rank all of them."""
+
+    handed: Handed = field(default_factory=Handed)
+    """What layers leave for those after them."""
 
     @cached_property
     def places(self) -> TokenPlaces | None:
@@ -138,9 +145,8 @@ class Indexer:
         q = self.q(q_low).view(len(x), self.spec.num_heads, -1)
         q = pair_rope(q, step.compressed_turns)
         weights = self.weigh(x).float() * self.spec.num_heads**-0.5
-        return select_entries(
-            q, weights, state, step.batch, self.spec.top_k, step.positions, step.places
-        )
+        where = step.positions, step.places
+        return select_entries(q, weights, state, step.batch, self.spec.top_k, *where).entries
 
 
 class V4Attention:
@@ -165,9 +171,11 @@ class V4Attention:
         wide = rows // spec.o_groups
         self.o_low = weights.grouped(f"{prefix}wo_a", spec.o_groups, spec.o_rank, wide)
         self.o = weights.matrix([f"{prefix}wo_b"], [h], low, dim=1)
-        self.compressor = self.indexer = None
+        self.compressor = self.indexer = self.shared = None
         shape = layer_shapes(spec)[layer].compressed
-        if shape is not None:
+        if self.kind == "shared":
+            self.shared = SharedEntries(spec, layer, weights, prefix)
+        elif shape is not None:
             self.compressor = Compressor(shape, h, weights, f"{prefix}compressor.")
         if self.kind == "sparse":
             self.indexer = Indexer(spec, weights, f"{prefix}indexer.")
@@ -185,7 +193,7 @@ class V4Attention:
         q = self.q(q_low).view(len(x), self.heads, spec.head_dim)
         q = rms_norm(q, self.one, spec.norm_eps) if spec.q_head_norm else q
         q = pair_rope(q, turns)
-        chosen = self._compress(x, q_low, step, state)
+        entries, chosen = self._compress(x, q_low, step, state)
         out = window_attention(
             q,
             self.keys(kv, turns),
@@ -196,7 +204,7 @@ class V4Attention:
             scale=spec.head_dim**-0.5,
             positions=step.positions,
             at=step.places,
-            compressed=state.compressed,
+            compressed=entries,
             chosen=chosen,
             block=step.block,
         )
@@ -206,15 +214,17 @@ class V4Attention:
 
     def _compress(
         self, x: torch.Tensor, q_low: torch.Tensor, step: V4Step, state: LayerState
-    ) -> torch.Tensor | None:
-        """Close windows, main and index, and choose among the entries."""
+    ) -> tuple[CompressedState | None, torch.Tensor | None]:
+        """Close windows, main and index; the entries to see, and which of them, if not all."""
+        if self.shared is not None:
+            return self.shared(x, q_low, step)
         if self.compressor is None or state.compressed is None:
-            return None
+            return None, None
         self._close(self.compressor, x, step, state.compressed)
         if self.indexer is None or state.index is None:
-            return None
+            return state.compressed, None
         self._close(self.indexer.compressor, x, step, state.index)
-        return self.indexer(x, q_low, step, state.index)
+        return state.compressed, self.indexer(x, q_low, step, state.index)
 
     def _close(
         self, compressor: Compressor, x: torch.Tensor, step: V4Step, state: CompressedState

@@ -7,9 +7,10 @@ here a residual is several streams, of which a tap is the mean.
 from dataclasses import dataclass
 from typing import Literal
 
-LayerKind = Literal["window", "sparse", "heavy"]
+LayerKind = Literal["window", "sparse", "heavy", "shared"]
 """What a layer sees beside its window: nothing; the compressed entries that an indexer chooses,
-made of overlapping windows; or all compressed entries, made of windows that do not overlap."""
+made of overlapping windows; all compressed entries, made of windows that do not overlap; or (V4.1)
+those chosen by a layer at or before it, of entries made by a layer at or before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,34 @@ class IndexerSpec:
     num_heads: int
     head_dim: int
     top_k: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcesSpec:
+    """V4.1: entries are made, and chosen, in some layers for those after them, too."""
+
+    ratios: tuple[int, ...]
+    """By layer: tokens to an entry of those it sees; 0: it sees its window alone."""
+
+    entries: tuple[int, ...]
+    """Layers that make entries and index keys; others see those of the last one before them."""
+
+    choices: tuple[int, ...]
+    """Layers with an indexer, those that make entries among them; others take over the choice of
+    the last one before them."""
+
+    candidates: int | None = None
+    """The layer whose best blocks of entries are all that the indexers after it choose from."""
+
+    candidate_blocks: int = 0
+    """How many, the newest one among them."""
+
+    candidate_block_size: int = 0
+    """Entries of each."""
+
+    def entries_of(self, layer: int) -> int:
+        """The layer whose entries one sees."""
+        return max(source for source in self.entries if source <= layer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +119,8 @@ class V4Layers:
 
     heavy_ratio: int
     indexer: IndexerSpec
+    """Of sparse and of shared layers."""
+
     hyper: HyperSpec
     experts: ExpertsSpec
     norm_eps: float
@@ -106,6 +137,9 @@ class V4Layers:
     q_head_norm: bool = True
     """RMS norm of each query head, without a weight; V4.1 has none."""
 
+    sources: SourcesSpec | None = None
+    """Of shared layers, if there are any."""
+
     @property
     def num_layers(self) -> int:
         """Blocks."""
@@ -114,6 +148,9 @@ class V4Layers:
     def ratio(self, layer: int) -> int:
         """Tokens to a compressed entry of a layer; 0 for none."""
         kind = self.kinds[layer]
+        if kind == "shared":
+            assert self.sources is not None
+            return self.sources.ratios[layer]
         return {"window": 0, "sparse": self.sparse_ratio, "heavy": self.heavy_ratio}[kind]
 
     def rope(self, layer: int) -> YarnRope:
@@ -135,6 +172,8 @@ class V4TargetSpec:
     """Of activations, and of weights that are not packed."""
 
     tie_embeddings: bool = False
+    fp8_block: int = 128
+    """Rows and columns of fp8 weights that share a scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +197,9 @@ class V4DraftSpec:
     confidence_with_markov: bool
     max_position: int
     dtype: str
+    fp8_block: int = 128
+    """As in the target."""
+
     sample_from_anchor: bool = True
     markov: Literal["vanilla"] = "vanilla"
 

@@ -12,7 +12,7 @@ import torch
 from engine.errors import ConfigError
 from engine.kernels.experts import ExpertMatrices
 from engine.kernels.linear import Linear
-from engine.kernels.packed import FP4_GROUP, FP8_BLOCK, Packed, PackedKind
+from engine.kernels.packed import FP4_GROUP, FP8_BLOCK, Packed, PackedKind, unpack
 from engine.kernels.packed_linear import PackedGroups, PackedLinear
 from engine.kernels.wide_linear import WideLinear, wide_dtype
 from engine.models.deepseek_v4_names import spellings
@@ -84,14 +84,15 @@ class Filled:
     def __init__(self, count: int) -> None:
         self._count = count
         self._kind: PackedKind | None = None
+        self._block = FP8_BLOCK
         self._parts: list[torch.Tensor] = []
 
     def put(self, expert: int, rows: Sequence[torch.Tensor | Packed]) -> None:
         """One expert: matrices over each other, all packed alike or none of them."""
         if isinstance(rows[0], Packed):
             packed = [each for each in rows if isinstance(each, Packed)]
-            self._kind = packed[0].kind
-            if self._kind == "fp8" and len(rows) > 1 and packed[0].out_features % FP8_BLOCK:
+            self._kind, self._block = packed[0].kind, packed[0].block
+            if self._kind == "fp8" and len(rows) > 1 and packed[0].out_features % self._block:
                 raise _unaligned("experts", packed[0].out_features)
             joined = [torch.cat([p.weight for p in packed]), torch.cat([p.scale for p in packed])]
         else:
@@ -105,19 +106,22 @@ class Filled:
         """All of them; of none, nothing."""
         if not self._parts:
             return torch.empty(0, 1, 1)
-        return self._parts[0] if self._kind is None else Packed(self._kind, *self._parts)
+        if self._kind is None:
+            return self._parts[0]
+        weight, scale = self._parts
+        return Packed(self._kind, weight, scale, self._block)
 
 
 def joined(found: Sequence[torch.Tensor | Packed]) -> Sequence[torch.Tensor | Packed]:
     """One matrix of several, if all are fp8 and end where blocks do."""
     packed = [m for m in found if isinstance(m, Packed) and m.kind == "fp8"]
     whole = len(packed) == len(found) > 1 and not any(
-        m.out_features % FP8_BLOCK or m.scale.dtype != packed[0].scale.dtype for m in packed
+        m.out_features % m.block or m.scale.dtype != packed[0].scale.dtype for m in packed
     )
     if not whole:
         return found
     weight, scale = (torch.cat([getattr(m, part) for m in packed]) for part in ("weight", "scale"))
-    return [Packed("fp8", weight, scale)]
+    return [Packed("fp8", weight, scale, packed[0].block)]
 
 
 def _divided(part: Part | None, by: tuple[int, int], name: str) -> Part | None:
@@ -144,12 +148,20 @@ class V4Weights:
         weights: Where they come from.
         has: Is there a tensor of this name?
         at: Dtype, device and ranks of the network.
+        fp8_block: Rows and columns of fp8 that share a scale.
     """
 
-    def __init__(self, weights: Stored, has: Callable[[str], bool], at: Placement) -> None:
+    def __init__(
+        self,
+        weights: Stored,
+        has: Callable[[str], bool],
+        at: Placement,
+        fp8_block: int = FP8_BLOCK,
+    ) -> None:
         self._weights = weights
         self._has = has
         self.at = at
+        self._block = fp8_block
 
     def has(self, name: str) -> bool:
         """Is there a tensor of this released name, in any spelling?"""
@@ -206,12 +218,13 @@ class V4Weights:
         found = self._one(name, groups * rows, columns, 0)
         if isinstance(found, torch.Tensor):
             return Groups(found.view(mine, rows, columns))
-        if rows % FP8_BLOCK and FP8_BLOCK % rows:
+        size = found.block
+        if rows % size and size % rows:
             raise _unaligned(name, rows)
         starts = range(0, mine * rows, rows)
-        blocks = [found.scale[s // FP8_BLOCK : -(-(s + rows) // FP8_BLOCK)] for s in starts]
+        blocks = [found.scale[s // size : -(-(s + rows) // size)] for s in starts]
         parts = zip(found.weight.split(rows), blocks, strict=True)
-        return PackedGroups([Packed("fp8", w.contiguous(), s.contiguous()) for w, s in parts])
+        return PackedGroups([Packed("fp8", w.contiguous(), s.contiguous(), size) for w, s in parts])
 
     def experts(
         self, prefix: str, count: int, width: int, hidden: int, part: Part | None
@@ -267,12 +280,18 @@ class V4Weights:
                 self._raw(weight, (rows, columns // 2), _FP4_STORED, packed_part),
                 self._raw(scale, (rows, columns // FP4_GROUP), _POWERS, scale_part),
             )
-        blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
-        return Packed(
+        size = self._block
+        blocks = -(-rows // size), -(-columns // size)
+        packed = Packed(
             "fp8",
             self._raw(weight, (rows, columns), _FP8_STORED, part),
-            self._raw(scale, blocks, _SCALES, _divided(part, (FP8_BLOCK, FP8_BLOCK), name)),
+            self._raw(scale, blocks, _SCALES, _divided(part, (size, size), name)),
+            size,
         )
+        if size != FP8_BLOCK and self.at.device.type == "cuda":
+            # kernels know blocks of 128 alone; unpacked, fp8 times a power of two is still exact
+            return unpack(packed).to(self.at.dtype)
+        return packed
 
     def _raw(
         self,

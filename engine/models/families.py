@@ -13,6 +13,7 @@ from engine.models.deepseek_v4_drafter import V4Drafter
 from engine.models.deepseek_v4_layers import layer_shapes
 from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
 from engine.models.deepseek_v4_weights import V4Weights
+from engine.models.deepseek_v41_config import of_images
 from engine.models.drafter import Drafter
 from engine.models.interface import AnyDraft, AnyTarget, Draft, State, Target
 from engine.models.layers import Placement
@@ -29,7 +30,8 @@ def build_target(spec: AnyTarget, weights: Any, at: Placement, num_positions: in
         num_positions: Positions that can be asked for.
     """
     if isinstance(spec, V4TargetSpec):
-        return DeepseekV4(spec, V4Weights(weights, weights.has, at), num_positions)
+        held = V4Weights(weights, weights.has, at, spec.fp8_block)
+        return DeepseekV4(spec, held, num_positions)
     return Decoder(spec, weights, at, num_positions)
 
 
@@ -40,7 +42,8 @@ def build_draft(
     if isinstance(spec, V4DraftSpec):
         if not isinstance(target, DeepseekV4):
             raise _strangers()
-        return V4Drafter(spec, V4Weights(weights, weights.has, at), target, num_positions)
+        held = V4Weights(weights, weights.has, at, spec.fp8_block)
+        return V4Drafter(spec, held, target, num_positions)
     if not isinstance(target, Decoder):
         raise _strangers()
     return Drafter(spec, weights, weights.has, target, at, num_positions)
@@ -66,8 +69,8 @@ def _strangers() -> ConfigError:
 def belongs_elsewhere(spec: AnyTarget | AnyDraft, name: str) -> bool:
     """Is a tensor in the files of this network another network's?"""
     if isinstance(spec, V4TargetSpec):
-        return of_drafter(name)
-    return isinstance(spec, V4DraftSpec) and not of_drafter(name)
+        return of_drafter(name) or of_images(name)
+    return isinstance(spec, V4DraftSpec) and (not of_drafter(name) or of_images(name))
 
 
 def check_ranks(spec: AnyTarget | AnyDraft, size: int, whose: str) -> None:

@@ -5,7 +5,6 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from engine import EngineConfig, worker
 from engine.kernels.packed import Packed
-from engine.kernels.paged_attention import AttentionBatch, locate_kv
 from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4 import DeepseekV4
 from engine.models.deepseek_v4_drafter import V4Drafter
@@ -41,10 +39,10 @@ from tests.helpers.deepseek_v4 import (
 )
 from tests.helpers.drafts import MASK
 from tests.helpers.engines import make_engine, outputs, prompts, record_drafts, requests, teach
+from tests.helpers.fed import AT, Fed, load
 from tests.helpers.reference import PlainTarget
 from tests.helpers.threads import ThreadRanks, on_threads
 
-AT = Placement(torch.float32, torch.device("cpu"))
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 
@@ -56,67 +54,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> PlainTarget:
     return PlainTarget(folder)
-
-
-def load(folder: Path, num_positions: int = 512) -> DeepseekV4:
-    spec = parse_target(folder)
-    assert isinstance(spec, V4TargetSpec)
-    with Checkpoint(folder) as weights:
-        network = DeepseekV4(spec, V4Weights(weights, weights.has, AT), num_positions)
-        weights.finish(lambda name: name.startswith("mtp."))
-    return network
-
-
-class Fed:
-    """Some sequences of one network, fed a stretch at a time from any position on."""
-
-    def __init__(self, network: DeepseekV4, count: int, longest: int, most: int) -> None:
-        self.network = network
-        block = max(network.spec.layers.ratio(i) for i in range(network.spec.layers.num_layers))
-        self.block = max(block, 4)
-        each = -(-longest // self.block)
-        # blocks of different sequences lie between each other
-        self.blocks = [list(range(i, count * each, count)) for i in range(count)]
-        shapes = layer_shapes(network.spec.layers)
-        self.state = RollingState.allocate(
-            shapes, count + 1, count * each, self.block, most, dtype=AT.dtype, device=AT.device
-        )
-        for layer in self.state.layers:  # what was never written is never read
-            for state in (layer.compressed, layer.index):
-                if state is not None:
-                    state.entries.fill_(float("nan"))
-                    state.rows.fill_(float("nan"))
-            layer.window.fill_(float("nan"))
-
-    def batch(
-        self, many: Sequence[tuple[int, int, Sequence[int]]]
-    ) -> tuple[AttentionBatch, torch.Tensor]:
-        """(sequence, first position, its n tokens) each; and every token's position."""
-        counts = [len(ids) for _, _, ids in many]
-        stops = [start + len(ids) for _, start, ids in many]
-        found = AttentionBatch(
-            block_table=torch.zeros(len(many), 1, dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
-            seq_lens=torch.tensor(stops).int(),
-            kv_block_size=self.block,
-            query_lens=tuple(counts),
-            kv_lens=tuple(stops),
-            kv_index=tuple(
-                locate_kv(self.blocks[i], stop, self.block, AT.device)
-                for (i, _, _), stop in zip(many, stops, strict=True)
-            ),
-            rows=torch.tensor([i for i, _, _ in many]),
-        )
-        places = [p for _, s, each in many for p in range(s, s + len(each))]
-        return found, torch.tensor(places)
-
-    @torch.inference_mode()
-    def feed(self, many: Sequence[tuple[int, int, Sequence[int]]]) -> list[torch.Tensor]:
-        """Logits [n, V] of each (sequence, first position, its n tokens)."""
-        batch, places = self.batch(many)
-        ids = torch.tensor([t for _, _, each in many for t in each])
-        hidden, _ = self.network.forward(ids, places, places, batch, self.state)
-        return list(self.network.logits(hidden).split(batch.query_lens))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -120,16 +120,21 @@ _FP8 = re.compile(
 _EXPERT = re.compile(r".*\.ffn\.experts\.\d+\.w\d\.weight")
 
 
+def kind_of_packing(name: str, experts: str) -> Any:
+    """How a released checkpoint stores a tensor: fp8, as `experts` says, or not packed."""
+    return experts if _EXPERT.fullmatch(name) else "fp8" if _FP8.fullmatch(name) else None
+
+
 def _packed(
     folder: Path, tensors: dict[str, torch.Tensor], experts: str
 ) -> dict[str, torch.Tensor]:
     """Packed tensors; what they stand for goes to folder / "plain", the target's part of it."""
     found, plain = dict(tensors), dict(tensors)
     for name, x in tensors.items():
-        kind = experts if _EXPERT.fullmatch(name) else "fp8" if _FP8.fullmatch(name) else None
+        kind = kind_of_packing(name, experts)
         if kind is None:
             continue
-        made = pack(x, kind, float_scale=experts == kind == "fp8" and "experts." in name)  # type: ignore[arg-type]
+        made = pack(x, kind, float_scale=experts == kind == "fp8" and "experts." in name)
         plain[name] = unpack(made)
         scale = made.scale
         if scale.dtype == torch.uint8:
@@ -198,12 +203,12 @@ def _random_target(
                 order = torch.rand(x.shape[0], 8, generator=generator).argsort(dim=1)
                 x.copy_(order[:, : x.shape[1]])
             elif "inv_freq" not in name:
-                x.copy_(_drawn(name, tuple(x.shape), generator))
+                x.copy_(drawn(name, tuple(x.shape), generator))
     model.generation_config.eos_token_id = EOS
     return model
 
 
-def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Of a size that keeps activations near 1 and uses every part."""
     noise = torch.randn(shape, generator=generator)
     if "norm" in name:
@@ -262,7 +267,7 @@ def draft_tensors(
     if confidence:
         shapes[f"{last}.confidence_head.proj.weight"] = (1, h + RANK)
     generator = torch.Generator().manual_seed(seed)
-    return {f"mtp.{n}": _drawn(n, shape, generator) for n, shape in shapes.items()}
+    return {f"mtp.{n}": drawn(n, shape, generator) for n, shape in shapes.items()}
 
 
 def _released(name: str) -> str:

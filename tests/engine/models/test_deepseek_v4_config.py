@@ -137,7 +137,7 @@ def test_transformers_spelling_means_the_same(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"compress_ratios": None}, "compress_ratios is missing, and so is layer_types"),
-        ({"compress_ratios": [0, 0, 2, 2, 1]}, "V4.1, whose ratios are 1 and 2, is not served"),
+        ({"compress_ratios": [0, 0, 2, 2, 1]}, "ratios 1 and 2 are V4.1's: its configs say"),
         ({"compress_ratios": [0, 0, 4, 128]}, "must be 0, 4 or 128 for each of 5 layers"),
         ({"compress_ratios": [0, 0, 4, 128, 4, 4]}, "0 for those of a drafter"),
         ({**MODERN, "compress_ratios": [0] * 5}, "does not agree with layer_types"),
