@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.kernels import hc_mix
-from engine.kernels.compress import compress_triton
+from engine.kernels.compress import compress_triton, pool_triton
 from engine.kernels.experts import ExpertMatrices, run_experts_triton
 from engine.kernels.hc_collapse import hc_collapse_triton
 from engine.kernels.hc_post import hc_post_triton
@@ -21,7 +21,8 @@ from engine.kernels.packed_linear import packed_linear_triton
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.pair_rope import pair_rope_triton
 from engine.kernels.rolling import CompressedState, token_places
-from engine.kernels.select_entries import select_entries_triton
+from engine.kernels.select_entries import Blocks, select_entries_triton
+from engine.kernels.store_entries import store_entries_triton
 from engine.kernels.window_attention import window_attention_triton
 from tests.helpers.ahead import compiling
 from tests.helpers.triton import INTERPRETED
@@ -122,6 +123,44 @@ def test_windows_and_entries(tmp_path: Path) -> None:
                 },
             ):
                 window_attention_triton(q, kv, sinks, ring, batch, scale=0.04, **given, **more)
+        assert len(made.kernels) == 4
+
+
+@full
+def test_shared_entries(tmp_path: Path) -> None:
+    """V4.1: entries of two tokens and of one, choices of both, inside 2048 blocks of 8, too."""
+    batch, positions = step()
+    at = token_places(batch, TOKENS)
+    with compiling(tmp_path) as made:
+        for ratio in (2, 1):
+            for width in (512, 128):
+                entries = zeros(4096 // ratio, width, dtype=BF16)
+                rows = zeros(4, 8, 2, width if ratio > 1 else 0)
+                state = CompressedState(rows, entries, ratio)
+                x = zeros(TOKENS, width, dtype=BF16)
+                store_entries_triton(x, state, zeros(512, 2, 32), batch, positions, at)
+                if width == 128:
+                    q, inside = zeros(TOKENS, 32, 128, dtype=BF16), zeros(TOKENS, 64).int()
+                    given = (q, zeros(TOKENS, 32), state, batch, 512, positions, at)
+                    for blocks in (None, Blocks(8, 64), Blocks(8, 64, inside)):
+                        select_entries_triton(*given, blocks)
+                    continue
+                if ratio > 1:
+                    pairs, norm = zeros(TOKENS, 2, width), zeros(width, dtype=BF16)
+                    pool_triton(pairs, state, norm, 1e-20, batch, positions, at)
+                window_attention_triton(
+                    zeros(TOKENS, 64, 512, dtype=BF16),
+                    zeros(TOKENS, 512, dtype=BF16),
+                    zeros(64),
+                    zeros(4, 134, 512, dtype=BF16),
+                    batch,
+                    positions=positions,
+                    at=at,
+                    window=128,
+                    scale=0.04,
+                    compressed=state,
+                    chosen=zeros(TOKENS, 512, dtype=torch.int32),
+                )
         assert len(made.kernels) == 4
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from engine.models.deepseek_v4_spec import (
     ExpertsSpec,
     HyperSpec,
     IndexerSpec,
+    SourcesSpec,
     V4DraftSpec,
     V4Layers,
     V4TargetSpec,
@@ -68,6 +70,30 @@ DRAFT = V4DraftSpec(
     max_position=128,
     dtype="float32",
 )
+# V4.1: a source of pairs, one of single tokens that finds blocks, one that chooses inside them
+SOURCES = SourcesSpec(
+    ratios=(2, 1, 1),
+    entries=(0, 1),
+    choices=(0, 1, 2),
+    candidates=1,
+    candidate_blocks=2,
+    candidate_block_size=2,
+)
+SHARED = V4Layers(
+    kinds=("shared",) * 3,
+    hashed=(False,) * 3,
+    delayed=True,
+    q_head_norm=False,
+    sources=SOURCES,
+    **LAYERS,
+)
+PAIRS = {
+    "V4": (TARGET, DRAFT),
+    "V4.1": (
+        replace(TARGET, layers=SHARED),
+        replace(DRAFT, layers=replace(DRAFT.layers, delayed=True, q_head_norm=False)),
+    ),
+}
 
 
 class Made:
@@ -106,21 +132,21 @@ class Made:
         return self._made[base]
 
 
-def build() -> tuple[DeepseekV4, V4Drafter]:
+def build(target_spec: V4TargetSpec, draft: V4DraftSpec) -> tuple[DeepseekV4, V4Drafter]:
     made, at = Made(), Placement(torch.float32, torch.device(KERNEL_DEVICE))
     weights = V4Weights(made, made.has, at)
-    target = DeepseekV4(TARGET, weights, 64)
-    return target, V4Drafter(DRAFT, weights, target, 64)
+    target = DeepseekV4(target_spec, weights, 64)
+    return target, V4Drafter(draft, weights, target, 64)
 
 
-def play() -> list[torch.Tensor]:
+def play(version: str) -> list[torch.Tensor]:
     """Two requests: a prompt each, a draft, a verification of which one token stays, a draft."""
-    target, draft = build()
+    target, draft = build(*PAIRS[version])
     device = torch.device(KERNEL_DEVICE)
     made: dict[str, Any] = {"dtype": torch.float32, "device": device}
     states = [
         RollingState.allocate(layer_shapes(spec.layers), 3, 8, SIZE, GAMMA + 1, **made)
-        for spec in (TARGET, DRAFT)
+        for spec in PAIRS[version]
     ]
     blocks, out = [[3, 1, 6], [0, 2, 4]], list[torch.Tensor]()
 
@@ -178,13 +204,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     INTERPRETED and "DSPARK_FULL" not in os.environ,
     reason="seconds, interpreted, and ops are tested one by one: set DSPARK_FULL",
 )
-def test_a_round_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", PAIRS)
+def test_a_round_through_kernels(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, draft context, draft blocks, a rejection, packed weights: all ops together."""
     with torch.inference_mode():
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "is_cuda", False, raising=False)
-            want = play()
+            want = play(version)
         with kernels(monkeypatch):
-            got = play()
+            got = play(version)
     for mine, exact in zip(got, want, strict=True):
         torch.testing.assert_close(mine, exact, atol=2e-5, rtol=1e-5)
