@@ -104,6 +104,7 @@ def _v4_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         "heavy": f"also all entries of {layers['heavy_ratio']} tokens",
     }
     parts = [f"{kinds[kind]} {kind} ({text})" for kind, text in said.items() if kinds[kind]]
+    parts += _shared_parts(layers)
     hashed, other = sum(layers["hashed"]), layers["compressed_rope"]
     return [
         ("layers", f"{layers['num_layers']}: {', '.join(parts)}"),
@@ -127,6 +128,28 @@ def _v4_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{other['theta']:g}, YaRN x {other['factor']:g}",
         ),
     ]
+
+
+def _shared_parts(layers: dict[str, Any]) -> list[str]:
+    """Layers of V4.1 that see entries, by the tokens to each; who makes them, and who chooses."""
+    sources = layers["sources"]
+    if sources is None:
+        return []
+    top_k, parts = layers["indexer"]["top_k"], []
+    for ratio in sorted({r for r in sources["ratios"] if r}, reverse=True):
+        count = sources["ratios"].count(ratio)
+        made = [i for i in sources["entries"] if sources["ratios"][i] == ratio]
+        of = "1 token" if ratio == 1 else f"{ratio} tokens"
+        parts.append(f"{count} shared (also {top_k} entries of {of}, kept by layer{_few(made)})")
+    parts.append(f"chosen in layer{_few(sources['choices'])}")
+    if sources["candidates"] is not None:
+        count, size = sources["candidate_blocks"], sources["candidate_block_size"]
+        parts.append(f"those after {sources['candidates']} inside {count} blocks of {size}")
+    return parts
+
+
+def _few(layers: list[int]) -> str:
+    return ("s " if len(layers) > 1 else " ") + ", ".join(map(str, layers))
 
 
 def _dense_rows(found: dict[str, Any]) -> list[tuple[str, str]]:

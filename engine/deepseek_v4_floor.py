@@ -15,6 +15,7 @@ from engine.models.deepseek_v4 import DeepseekV4
 from engine.models.deepseek_v4_drafter import V4Drafter
 from engine.models.deepseek_v4_layers import V4Block
 from engine.models.deepseek_v4_weights import Grouped, Groups, Matrix
+from engine.models.deepseek_v41_layers import SharedEntries
 
 
 def round_bytes(
@@ -49,10 +50,22 @@ def block_bytes(block: V4Block, rows: int) -> float:
     if attention.indexer is not None:
         index = attention.indexer
         matrices += [index.q, index.weigh, index.compressor.pairs]
+    if attention.shared is not None:
+        matrices += _of_shared(attention.shared)
     mixes = block.attention_mix.fn.nbytes + block.experts_mix.fn.nbytes
     touched = 1.0 - (1.0 - experts.spec.per_token / experts.spec.num_experts) ** rows
     routed = _experts(experts.gate_up) + _experts(experts.down)
     return sum(map(_matrix, matrices)) + mixes + touched * routed
+
+
+def _of_shared(shared: SharedEntries) -> list[Matrix | WideLinear]:
+    """What a layer of V4.1 reads to make entries and to choose among them."""
+    found: list[Matrix | WideLinear | None] = []
+    if shared.compressor is not None and shared.keys is not None:
+        found += [shared.compressor.pairs, shared.compressor.values, shared.keys.matrix]
+    if shared.indexer is not None:
+        found += [shared.indexer.q, shared.indexer.weigh]
+    return [matrix for matrix in found if matrix is not None]
 
 
 def _matrix(matrix: Matrix | Grouped | WideLinear) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,11 @@ class Tokenizer:
             )
         # slow to import: only when a tokenizer is needed
         from transformers import AutoTokenizer
+        from transformers.utils import logging as theirs
 
+        said = theirs.get_verbosity()
+        # it also looks at the network's config, and warns of kinds it does not know
+        theirs.set_verbosity(logging.ERROR)
         try:
             inner = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
@@ -73,6 +78,8 @@ class Tokenizer:
                 f"cannot read the tokenizer in {folder}: {error}",
                 "download the checkpoint again, or install the package the message names",
             ) from error
+        finally:
+            theirs.set_verbosity(said)
         # the engine knows the context's length; transformers' own limit only prints warnings
         inner.model_max_length = _NO_LIMIT
         return cls(inner)

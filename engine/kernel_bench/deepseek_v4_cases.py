@@ -171,8 +171,10 @@ def streams_case(tokens: int, spec: V4Layers, at: Placement, *, back: bool) -> C
 
 def attention_case(n: int, context: int, width: int, spec: V4Layers, at: Placement) -> Case:
     """Inputs: q, keys, sinks, a ring, the batch, positions, entries and those chosen."""
-    ratio, d = spec.sparse_ratio, spec.head_dim
-    size = max(spec.heavy_ratio, 16)
+    ratios = [spec.ratio(i) for i in range(spec.num_layers)]
+    # of the entries that are chosen, the closest ones
+    ratio, d = min(filter(None, ratios)), spec.head_dim
+    size = max(*ratios, 16)
     blocks = -(-(context + width) // size)
     top_k = min(spec.indexer.top_k, context // ratio)
     tokens, seen = n * width, min(context, spec.window)

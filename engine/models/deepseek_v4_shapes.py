@@ -3,6 +3,9 @@
     shape:deepseek-v4-flash      all 43 layers: some 167 GB with the drafter, two GPUs or more
     shape:deepseek-v4-flash-4    its first four layers, one of each kind and a window layer more
     shape:deepseek-v4-pro-4      the same slice of the larger model
+    shape:deepseek-v4.1-flash    all 40 layers, without Engram: some 306 GB, four GPUs
+    shape:deepseek-v4.1-flash-4  a window layer, a source of pairs, one of single tokens that finds
+                                 blocks, and a layer that chooses inside them
 
 Routed experts are fp4, attention, shared experts and the drafter's projection fp8, as released.
 Scales make every product keep the spread of its input.
@@ -16,11 +19,13 @@ from dataclasses import replace
 
 import torch
 
+from engine.kernels.packed import FP4_GROUP, FP8_BLOCK
 from engine.models.deepseek_v4_spec import (
     ExpertsSpec,
     HyperSpec,
     IndexerSpec,
     LayerKind,
+    SourcesSpec,
     V4DraftSpec,
     V4Layers,
     V4TargetSpec,
@@ -84,29 +89,75 @@ def _pro(layers: int) -> V4TargetSpec:
     return replace(flash, layers=wider)
 
 
+def _flash_v41(sources: SourcesSpec) -> V4TargetSpec:
+    """V4.1, without the two layers' Engram tables; what layers see as given."""
+    flash = _flash(2)
+    kinds: tuple[LayerKind, ...] = tuple("shared" if r else "window" for r in sources.ratios)
+    other = replace(
+        flash.layers,
+        kinds=kinds,
+        hashed=(False,) * len(kinds),
+        hidden_size=5120,
+        q_rank=1280,
+        sparse_ratio=0,
+        heavy_ratio=0,
+        indexer=IndexerSpec(num_heads=32, head_dim=128, top_k=512),
+        experts=ExpertsSpec(num_experts=384, per_token=6, width=2304, scale=1.5, limit=10.0),
+        norm_eps=1e-20,
+        delayed=True,
+        q_head_norm=False,
+        sources=sources,
+    )
+    return replace(flash, architecture="DeepseekV41ForCausalLM", layers=other, fp8_block=32)
+
+
+_BLOCKS = {"candidate_blocks": 2048, "candidate_block_size": 8}
+_SOURCES = SourcesSpec(
+    ratios=(0, 0, *[2] * 18, *[1] * 20),
+    entries=(2, 8, 14, 20),
+    choices=(2, 8, 14, 20, 24, 28, 32, 36),
+    candidates=20,
+    **_BLOCKS,
+)
+_SLICE = SourcesSpec(
+    ratios=(0, 2, 1, 1), entries=(1, 2), choices=(1, 2, 3), candidates=2, **_BLOCKS
+)
+
 V4_TARGETS = {
     "deepseek-v4-flash": _flash(43),
     "deepseek-v4-flash-4": _flash(4),
     "deepseek-v4-pro-4": _pro(4),
+    "deepseek-v4.1-flash": _flash_v41(_SOURCES),
+    "deepseek-v4.1-flash-4": _flash_v41(_SLICE),
 }
 
 
 def v4_draft(target: V4TargetSpec) -> V4DraftSpec:
     """The three-stage drafter of a target's shape, tapping its last layers."""
     window: LayerKind = "window"
-    depth = target.layers.num_layers
+    depth, shape, experts = target.layers.num_layers, target.layers, target.layers.experts
+    if shape.delayed:  # V4.1's has experts of its own, and taps before its layers
+        experts = replace(experts, num_experts=128, per_token=3)
+    last = depth - 1 if shape.delayed else depth
     return V4DraftSpec(
-        layers=replace(target.layers, kinds=(window,) * _STAGES, hashed=(False,) * _STAGES),
+        layers=replace(
+            shape,
+            kinds=(window,) * _STAGES,
+            hashed=(False,) * _STAGES,
+            sources=None,
+            experts=experts,
+        ),
         vocab_size=target.vocab_size,
         num_speculative_tokens=_GAMMA,
         mask_token_id=128799,
-        taps=tuple(range(depth - 2, depth + 1)),
+        taps=tuple(range(last - 2, last + 1)),
         num_target_layers=depth,
         markov_rank=_RANK,
         has_confidence=True,
         confidence_with_markov=True,
         max_position=target.max_position,
         dtype=target.dtype,
+        fp8_block=target.fp8_block,
     )
 
 
@@ -118,10 +169,14 @@ class RandomV4:
     """Weights made on the device as they are asked for, packed as released; norms are 1.
 
     A tensor is named by seed and name alone, so that ranks hold parts of the same network.
+
+    Args:
+        seed: The same one makes the same network.
+        fp8_block: Rows and columns of fp8 that share a scale.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, fp8_block: int = FP8_BLOCK) -> None:
+        self._seed, self._block = seed, fp8_block
 
     def has(self, name: str) -> bool:
         """Is there a tensor of this released name?"""
@@ -172,7 +227,7 @@ class RandomV4:
         if device.type == "meta":
             return torch.empty(held, dtype=seen_as, device=device)
         if is_scale:
-            inputs = shape[1] * (32 if fp4 else 128)
+            inputs = shape[1] * (FP4_GROUP if fp4 else self._block)
             power = math.log2(inputs**-0.5 / (_E2M1_RMS if fp4 else 1.0))
             return torch.full(held, 127 + round(power), dtype=torch.uint8, device=device)
         generator = self._generator(name, device)

@@ -140,7 +140,7 @@ def random_weights(
 ) -> "RandomWeights | RandomV4":
     """Made-up weights of a network; a draft has no embedding and no head of its own."""
     if isinstance(spec, V4TargetSpec | V4DraftSpec):
-        return RandomV4(seed)
+        return RandomV4(seed, spec.fp8_block)
     absent = ("embed_tokens.weight", "lm_head.weight") if isinstance(spec, DraftSpec) else ()
     return RandomWeights(seed, frozenset(absent))
 

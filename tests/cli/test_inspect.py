@@ -17,6 +17,7 @@ from tests.helpers.checkpoints import (
     write_tensors,
 )
 from tests.helpers.deepseek_v4 import write_deepseek_v4
+from tests.helpers.deepseek_v41 import write_deepseek_v41
 
 EMBED = "model.embed_tokens.weight"
 
@@ -238,6 +239,27 @@ def test_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ring = 4 * 13 * 16 + 2 * 13 * 4 * 32 + 13 * 2 * 16
     assert plan["kv_bytes_per_request"] == {"target": 4 * ring, "draft": 4 * 2 * 13 * 16}
     assert plan["kv_bytes"] == 3 * (100 * per_token + 4 * ring + 4 * 2 * 13 * 16)
+
+
+def test_deepseek_v41(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Entries are counted where they are made: in two layers of the six that see any."""
+    folder = write_deepseek_v41(tmp_path / "v41")
+    code, out, _ = inspect(capsys, folder, folder, "--max-num-seqs", 3, "--max-model-len", 100)
+    assert code == 0
+    assert (
+        "7: 1 window (see 8 tokens), 2 shared (also 3 entries of 2 tokens, kept by layer 1), "
+        "4 shared (also 3 entries of 1 token, kept by layer 3), chosen in layers 1, 3, 5, "
+        "those after 3 inside 3 blocks of 2"
+    ) in out
+    assert "taps              h[1, 3] of 7 target layers" in out
+    assert "Pair\n  fits" in out
+    code, out, _ = inspect(capsys, folder, folder, "--max-model-len", 100, "--json")
+    assert code == 0
+    plan = json.loads(out)["memory"]["float32"]
+    # an entry and an index key of 16 each: of every two tokens, and of every one
+    assert plan["kv_bytes_per_token"] == {"target": 4 * (32 / 2 + 32), "draft": 0.0}
+    # windows of 8 + 5 in seven layers; 2 + 5 tokens that wait, with a value and a score of 16
+    assert plan["kv_bytes_per_request"]["target"] == 4 * (7 * 13 * 16 + 7 * 2 * 16)
 
 
 def test_deepseek_v4_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

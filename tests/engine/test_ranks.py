@@ -17,6 +17,7 @@ from engine import Engine, Request, SamplingParams
 from engine.runner.batch import Members
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.deepseek_v4 import write_deepseek_v4
+from tests.helpers.deepseek_v41 import write_deepseek_v41
 from tests.helpers.distributed import Ranks, run_ranks
 from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests, teach
 
@@ -88,6 +89,7 @@ def play(ranks: Ranks, target: Path, cases: list[Case]) -> None:
                 "rnn off",
                 "lagged on",
                 "v4 on",
+                "v41 on",
             ),
         ),
         (3, ("greedy on 1", "vanilla on", "rnn on", "preempted off", "random on", "sync off")),
@@ -148,6 +150,10 @@ def cases(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -
     for loop in ("on", "off"):
         settings = {"max_num_seqs": 3, "sharded_loop": loop}
         many.append(Case(f"v4 {loop}", v4, few, want, settings, target=v4))
+    v41 = write_deepseek_v41(tmp_path_factory.mktemp("v41") / "v41")
+    settings = {"max_num_seqs": 3, "sharded_loop": "on"}
+    want = outputs(make_engine(v41), few)
+    many.append(Case("v41 on", v41, few, want, settings, target=v41))
     return {case.name: case for case in many}
 
 

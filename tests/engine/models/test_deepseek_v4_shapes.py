@@ -89,6 +89,31 @@ def test_a_slice_takes_the_bytes_it_is_known_to() -> None:
     assert round_bytes(target, draft, 64, 6, 5) - plain > 10e9, "and the drafter's"
 
 
+def test_a_slice_of_v41_takes_the_bytes_it_is_known_to() -> None:
+    """Four of 40 layers of 7.4 GB each, whose whole is 298 GB; the drafter, its experts its own, 8;
+    an entry of two tokens and one of one, with index keys, are all that is kept of a token."""
+    at, spec = Placement(torch.bfloat16, torch.device("meta")), V4_TARGETS["deepseek-v4.1-flash-4"]
+    weights = Scales(0, spec.fp8_block)
+    target = families.build_target(spec, weights, at, 1)
+    outer = 2 * 129280 * 5120 * 2
+    assert weights.nbytes / 1e9 == pytest.approx(4 * (298.3 - outer / 1e9) / 40 + outer / 1e9, 0.01)
+    before = weights.nbytes
+    families.build_draft(v4_draft(spec), weights, target, at, 1)
+    assert (weights.nbytes - before) / 1e9 == pytest.approx(8.1, rel=0.03)
+    assert isinstance(target, DeepseekV4)
+    source, reader = (target.layers[i].attention.shared for i in (2, 3))
+    assert source is not None
+    assert reader is not None
+    assert reader.compressor is None
+    assert (source.source, reader.source) == (2, 2)
+    floors = [block_bytes(layer, 1000) for layer in target.layers]
+    more = 2 * 512 * 5120 * 4 + 128 * 512 * 2 + 32 * 128 * 1280 + 32 * 5120 * 2
+    assert floors[1] - floors[0] == pytest.approx(more, rel=0.01)
+    assert min(floors[1:3]) > floors[3] > floors[0], "makes and chooses, chooses, neither"
+    assert families.bytes_a_block(spec, 64, at) == 64 * (640 / 2 + 640) * 2
+    assert v4_draft(V4_TARGETS["deepseek-v4.1-flash"]).taps == (37, 38, 39)
+
+
 def test_made_up_networks_keep_the_spread_of_what_goes_through() -> None:
     spec = small()
     at = Placement(torch.float32, torch.device("cpu"))
