@@ -9,15 +9,20 @@ import torch
 from engine import Engine, EngineConfig, Request, SamplingParams
 from engine.kernels.wide_linear import WideLinear
 from tests.helpers.deepseek_v4 import write_deepseek_v4
+from tests.helpers.deepseek_v41 import write_deepseek_v41
 from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests, teach
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [None, "fp4"])
-def test_float32_tokens_are_the_cpus(tmp_path: Path, packed: str | None) -> None:
+@pytest.mark.parametrize("version", ["V4", "V4.1"])
+def test_float32_tokens_are_the_cpus(tmp_path: Path, version: str, packed: str | None) -> None:
     """Plain, drafted, from graphs and without, in small chunks, with any plan."""
     released: dict[str, Any] = {"names": "released", "heavy": 128, "packed": packed}
-    folder = write_deepseek_v4(tmp_path / "v4", **(released if packed else {}))
+    if version == "V4":
+        folder = write_deepseek_v4(tmp_path / "v4", **(released if packed else {}))
+    else:
+        folder = write_deepseek_v41(tmp_path / "v41", packed=packed is not None)
     many = requests(prompts(8, longest=60))
     want = outputs(make_engine(folder), many)
     how: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
@@ -38,9 +43,9 @@ def test_float32_tokens_are_the_cpus(tmp_path: Path, packed: str | None) -> None
 
 
 @pytest.mark.gpu
-def test_a_slice_at_real_widths_runs_in_bfloat16() -> None:
+@pytest.mark.parametrize("name", ["shape:deepseek-v4-flash-4", "shape:deepseek-v4.1-flash-4"])
+def test_a_slice_at_real_widths_runs_in_bfloat16(name: str) -> None:
     """Four layers and the drafter, packed: rounds end, and a request's tokens are its own."""
-    name = "shape:deepseek-v4-flash-4"
     config = EngineConfig(
         model=name, draft=name, device="cuda", max_num_seqs=4, max_model_len=512, verify="all"
     )

@@ -39,17 +39,22 @@ def test_the_lower_half_of_a_byte_comes_first() -> None:
     assert unpack(one)[0].tolist() == want
 
 
-def test_blocks_of_128_have_a_scale_each() -> None:
+@pytest.mark.parametrize("size", [128, 32])
+def test_blocks_have_a_scale_each(size: int) -> None:
     """Rows and columns that do not fill the last block."""
-    weight = torch.ones(130, 200).to(torch.float8_e4m3fn)
+    weight = torch.ones(size + 2, 2 * size - 7).to(torch.float8_e4m3fn)
     scale = torch.tensor([[127, 128], [126, 129]], dtype=torch.uint8)
-    found = unpack(Packed("fp8", weight, scale))
-    assert found[127, 127] == 1.0
-    assert found[127, 128] == 2.0
-    assert found[128, 127] == 0.5
-    assert found[129, 199] == 4.0
-    same = unpack(Packed("fp8", weight, e8m0(scale)))
+    packed = Packed("fp8", weight, scale, size)
+    check_packed(packed)
+    found = unpack(packed)
+    assert found[size - 1, size - 1] == 1.0
+    assert found[size - 1, size] == 2.0
+    assert found[size, size - 1] == 0.5
+    assert found[size + 1, 2 * size - 8] == 4.0
+    same = unpack(Packed("fp8", weight, e8m0(scale), size))
     assert torch.equal(found, same)
+    with pytest.raises(ValueError, match="scale: expected"):
+        check_packed(Packed("fp8", weight, scale, size * 2 + 5))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp4"])
@@ -67,6 +72,9 @@ def test_packing_is_as_close_as_the_format() -> None:
     for kind, floats, most in (("fp8", False, 0.04), ("fp8", True, 0.04), ("fp4", False, 0.2)):
         found = unpack(pack(x, kind, float_scale=floats))  # type: ignore[arg-type]
         assert (found - x).norm() / x.norm() < most
+    x[:32, 32:64] *= 2.0**20  # blocks of 32 keep large numbers to themselves
+    error = (unpack(pack(x, "fp8", block=32)) - x).abs()[32:].norm() / x[32:].norm()
+    assert error < 0.04 < (unpack(pack(x, "fp8")) - x)[32:128].norm() / x[32:128].norm()
 
 
 @needs_triton
