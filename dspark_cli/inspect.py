@@ -181,9 +181,20 @@ def _target_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     eos = ", ".join(map(str, found["eos_token_ids"])) or "none: only stop strings and limits end it"
     return [
         *_common_rows(found),
+        *_engram_rows(found.get("engram")),
         ("vocabulary", f"{found['vocab_size']:,}, lm_head {tied} the embedding"),
         ("EOS", eos),
     ]
+
+
+def _engram_rows(engram: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Tables of a DeepSeek-V4.1."""
+    if engram is None:
+        return []
+    (first, count), *more = engram["rows"].items()
+    rows = [f"{count:,} rows in layer {first}", *(f"{n:,} in {layer}" for layer, n in more)]
+    sizes = f"of 2 to {engram['longest']} tokens, {engram['width']} numbers a row"
+    return [("n-grams", f"{sizes}: {', '.join(rows)}")]
 
 
 def _draft_rows(found: dict[str, Any]) -> list[tuple[str, str]]:

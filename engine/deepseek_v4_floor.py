@@ -32,6 +32,7 @@ def round_bytes(
     """
     rows = num_reqs * width
     found = sum(block_bytes(layer, rows) for layer in target.layers) + _matrix(target.lm_head)
+    found += sum(_matrix(engram.kv) for engram in target.engrams.values())
     if draft is None or width == 1:
         return found
     found += sum(block_bytes(layer, num_reqs * gamma) for layer in draft.layers)

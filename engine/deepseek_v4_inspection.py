@@ -68,7 +68,16 @@ def describe_target(spec: V4TargetSpec) -> dict[str, Any]:
         "layers": {**asdict(layers), "num_layers": layers.num_layers},
         "layer_kinds": dict(Counter(layers.kinds)),
         "hashed_layers": sum(layers.hashed),
+        "engram": _describe_engram(spec),
     }
+
+
+def _describe_engram(spec: V4TargetSpec) -> dict[str, Any] | None:
+    engram = spec.engram
+    if engram is None:
+        return None
+    rows = dict(zip(engram.layers, engram.rows, strict=True))
+    return {"rows": rows, "width": engram.width, "longest": engram.longest}
 
 
 def describe_draft(spec: V4DraftSpec) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class RollingState:
 
     layers: tuple[LayerState, ...]
     kv_block_size: int
+    tokens: torch.Tensor | None = None
+    """[N, C] int64, numbers of the last tokens, of networks that look at n-grams."""
 
     @classmethod
     def allocate(
@@ -83,6 +85,7 @@ class RollingState:
         kv_block_size: int,
         most_queries: int,
         *,
+        lookback: int = 0,
         dtype: torch.dtype,
         device: torch.device,
     ) -> "RollingState":
@@ -94,6 +97,7 @@ class RollingState:
             num_blocks: KV blocks.
             kv_block_size: Tokens of each; every ratio divides it.
             most_queries: Tokens of a row that one pass may write and the next reject.
+            lookback: Tokens before a step that it looks at; 0: none.
             dtype: Of keys and entries; what compressors keep of tokens is float32.
             device: Where they lie.
         """
@@ -117,4 +121,8 @@ class RollingState:
                 compressor(shape.index),
             )
 
-        return cls(tuple(map(layer, shapes)), kv_block_size)
+        tokens = None
+        if lookback:
+            places = lookback + most_queries
+            tokens = torch.zeros((num_rows, places), dtype=torch.int64, device=device)
+        return cls(tuple(map(layer, shapes)), kv_block_size, tokens)

@@ -12,6 +12,7 @@ from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4_layers import Residual, RopeTables, V4Block, V4Step, take_mix
 from engine.models.deepseek_v4_spec import V4Layers, V4TargetSpec
 from engine.models.deepseek_v4_weights import V4Weights
+from engine.models.deepseek_v41_engram import Engram, NgramRows
 from engine.models.draft_tail import TailOrder, head_states
 from engine.models.layers import Embedding, Stream
 
@@ -38,6 +39,7 @@ class DeepseekV4:
         self.layers = [
             V4Block(layers, i, weights, f"layers.{i}.", vocab) for i in range(layers.num_layers)
         ]
+        self.engram, self.engrams = take_engram(spec, weights)
         self.head_mix = take_head(layers, weights, "hc_head_")
         self.norm = weights.take("norm.weight", width)
         self.lm_head = Linear(weights.take("head.weight", vocab, width, part=rows))
@@ -70,7 +72,12 @@ class DeepseekV4:
         step = V4Step(token_ids, positions, attention, kv, self.ropes, shards=shards)
         residual = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks, shards)
         tapped = []
+        rows = None if self.engram is None else self.engram(step)
         for i, (layer, state) in enumerate(zip(self.layers, kv.layers, strict=True)):
+            if i in self.engrams and rows is not None:
+                streams = self.engrams[i](residual.streams, rows, shards)
+                residual = Residual(streams, residual.pre)
+            # [ckpt] taps see what tables feed, as the released code has it; they lie elsewhere
             if i in taps:
                 tapped.append(tap(residual.streams, shards))
             residual = layer(residual, step, state)
@@ -112,6 +119,19 @@ def spread(
     else:
         x = shards.sum(embedded.delta)
     return Residual(x[:, None].expand(-1, num_streams, -1).contiguous())
+
+
+def take_engram(
+    spec: V4TargetSpec, weights: V4Weights
+) -> tuple[NgramRows | None, dict[int, Engram]]:
+    """What finds the rows of n-grams, and by layer what feeds them to the streams."""
+    if spec.engram is None:
+        return None, {}
+    found = {
+        layer: Engram(spec.engram, i, spec.layers, weights, f"layers.{layer}.engram.")
+        for i, layer in enumerate(spec.engram.layers)
+    }
+    return NgramRows(spec.engram, spec.vocab_size, weights), found
 
 
 def take_head(spec: V4Layers, weights: V4Weights, prefix: str) -> MixWeights | None:

@@ -9,16 +9,23 @@ A ratio does not mean that the layer makes entries: V4.1 has fewer sources than 
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
 from engine.models.config_reader import ConfigFields
-from engine.models.deepseek_v4_spec import LayerKind, SourcesSpec
+from engine.models.decoder_config import check_token_id
+from engine.models.deepseek_v4_spec import EngramSpec, LayerKind, SourcesSpec
+from engine.models.deepseek_v41_hashes import bucket_sizes
 
 ARCHITECTURE_V41 = "DeepseekV41ForCausalLM"
 _MODEL_TYPES = "deepseek_v41", "deepseek_v41_text"
 _RATIOS = 0, 1, 2
 _SOURCES = "kv_source_layer_ids", "index_source_layer_ids"
+_ENGRAM = (
+    *("num_embeddings", "max_ngram_size", "vocab_size", "n_heads", "head_dim"),
+    *("pad_token_id", "compressed_vocab_size"),
+)
 _CANDIDATES = "candidate_source_layer_id"
 _CANDIDATE_SIZES = "candidate_topk_blocks", "candidate_block_size"
 
@@ -70,7 +77,7 @@ def flattened(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def refuse_variants(fields: ConfigFields) -> None:
-    """Refuse what calls itself otherwise, and streams that are also fed from tables of n-grams.
+    """Refuse what calls itself otherwise.
 
     Raises:
         CheckpointError: Names the key.
@@ -78,17 +85,58 @@ def refuse_variants(fields: ConfigFields) -> None:
     named = fields.raw("model_type", _MODEL_TYPES[0])
     if named not in _MODEL_TYPES:
         raise fields.error("model_type", f"is {named!r} but architectures is {[ARCHITECTURE_V41]}")
-    layers = fields.raw("engram_layer_ids", [])
-    if layers:
+
+
+def parse_engram(fields: ConfigFields, folder: Path) -> EngramSpec | None:
+    """Layers that are fed from tables of n-grams, if there are any.
+
+    Args:
+        fields: The config, on one level.
+        folder: The checkpoint, whose tokenizer says which tokens read alike.
+
+    Raises:
+        CheckpointError: Something is missing, or tables are not as large as their hashes reach.
+    """
+    depth = fields.integer("num_hidden_layers")
+    if not fields.raw("engram_layer_ids"):
+        for key in _ENGRAM:
+            fields.raw(f"engram_{key}")
+        return None
+    layers = fields.integers("engram_layer_ids")
+    if list(layers) != sorted(set(layers)) or layers[-1] >= depth:
         raise fields.error(
             "engram_layer_ids",
-            f"is {layers}: layers with Engram tables (n-grams of token ids) are not served",
-            "use a DeepSeek-V4 checkpoint, or a V4.1 one that was trained without Engram",
+            f"must ascend and stay below num_hidden_layers={depth}, got {list(layers)}",
         )
-    for key in ("num_embeddings", "max_ngram_size", "vocab_size", "n_heads", "head_dim"):
-        fields.raw(f"engram_{key}")
-    for key in ("pad_token_id", "compressed_vocab_size"):
-        fields.raw(f"engram_{key}")
+    rows = fields.integers("engram_num_embeddings", minimum=1)
+    longest = fields.integer("engram_max_ngram_size", minimum=2)
+    heads = fields.integer("engram_n_heads")
+    start = fields.integer("engram_vocab_size")
+    buckets = bucket_sizes(len(layers), longest - 1, heads, start)
+    reach = [sum(sizes) for sizes in buckets]
+    if list(rows) != reach:
+        raise fields.error(
+            "engram_num_embeddings", f"is {list(rows)}, but hashes reach {reach} rows"
+        )
+    pad = fields.integer("engram_pad_token_id", minimum=0)
+    check_token_id(fields, "engram_pad_token_id", pad, fields.integer("vocab_size"))
+    if not (folder / "tokenizer.json").exists():
+        raise fields.error(
+            "engram_layer_ids",
+            f"is {list(layers)}, and what their tables hold depends on tokenizer.json, which is "
+            "not there",
+            "copy the tokenizer files of the checkpoint into the folder",
+        )
+    return EngramSpec(
+        layers=layers,
+        rows=rows,
+        buckets=tuple(buckets),
+        longest=longest,
+        num_heads=heads,
+        width=fields.integer("engram_head_dim"),
+        num_numbers=fields.integer("engram_compressed_vocab_size"),
+        pad_token_id=pad,
+    )
 
 
 def parse_sources(fields: ConfigFields) -> tuple[tuple[LayerKind, ...], SourcesSpec | None]:

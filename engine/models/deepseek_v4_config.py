@@ -26,6 +26,7 @@ from engine.models.deepseek_v41_config import (
     ARCHITECTURE_V41,
     flattened,
     is_deepseek_v41,
+    parse_engram,
     parse_sources,
     refuse_variants,
 )
@@ -90,6 +91,7 @@ def parse_deepseek_v4(folder: Path) -> V4TargetSpec:
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
         dtype="bfloat16" if block and not _says_dtype(fields) else parse_dtype(fields, folder),
         fp8_block=block or _FP8_BLOCKS[0],
+        engram=parse_engram(fields, folder) if v41 else None,
     )
     fields.finish(also_inert=_INERT.split())
     return spec

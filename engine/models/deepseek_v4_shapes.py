@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -174,6 +175,8 @@ class RandomV4:
         seed: The same one makes the same network.
         fp8_block: Rows and columns of fp8 that share a scale.
     """
+
+    folder: Path | None = None
 
     def __init__(self, seed: int, fp8_block: int = FP8_BLOCK) -> None:
         self._seed, self._block = seed, fp8_block

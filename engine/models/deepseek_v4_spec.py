@@ -64,6 +64,33 @@ class SourcesSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngramSpec:
+    """V4.1: layers whose streams are fed from tables of n-grams."""
+
+    layers: tuple[int, ...]
+    rows: tuple[int, ...]
+    """Of each layer's table."""
+
+    buckets: tuple[tuple[int, ...], ...]
+    """Of each layer's table, ranges of rows: by order of n-gram, then by hash head."""
+
+    longest: int
+    """Tokens of the longest n-gram; the shortest has 2."""
+
+    num_heads: int
+    """Hashes of an n-gram."""
+
+    width: int
+    """Numbers of a row."""
+
+    num_numbers: int
+    """Tokens that read differently."""
+
+    pad_token_id: int
+    """Stands before the first token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HyperSpec:
     """Hyper-connections (mHC): several residual streams, mixed around every sublayer."""
 
@@ -174,6 +201,13 @@ class V4TargetSpec:
     tie_embeddings: bool = False
     fp8_block: int = 128
     """Rows and columns of fp8 weights that share a scale."""
+
+    engram: EngramSpec | None = None
+
+    @property
+    def lookback(self) -> int:
+        """Tokens before its own that a token's n-grams reach back to."""
+        return 0 if self.engram is None else self.engram.longest - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

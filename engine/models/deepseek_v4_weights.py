@@ -5,6 +5,7 @@ routed experts fp4 or fp8; a tensor that is packed has a `.scale` beside its `.w
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -149,6 +150,7 @@ class V4Weights:
         has: Is there a tensor of this name?
         at: Dtype, device and ranks of the network.
         fp8_block: Rows and columns of fp8 that share a scale.
+        folder: Where the checkpoint lies; None: made-up weights lie nowhere.
     """
 
     def __init__(
@@ -157,11 +159,13 @@ class V4Weights:
         has: Callable[[str], bool],
         at: Placement,
         fp8_block: int = FP8_BLOCK,
+        folder: Path | None = None,
     ) -> None:
         self._weights = weights
         self._has = has
         self.at = at
         self._block = fp8_block
+        self.folder = folder
 
     def has(self, name: str) -> bool:
         """Is there a tensor of this released name, in any spelling?"""
@@ -225,6 +229,29 @@ class V4Weights:
         blocks = [found.scale[s // size : -(-(s + rows) // size)] for s in starts]
         parts = zip(found.weight.split(rows), blocks, strict=True)
         return PackedGroups([Packed("fp8", w.contiguous(), s.contiguous(), size) for w, s in parts])
+
+    def rows(
+        self, name: str, rows: int, width: int, group: int, part: Part | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A table [rows, width] to look rows up in, fp8 with an e8m0 scale for `group` numbers.
+
+        Args:
+            name: Without `.weight`.
+            rows: Of the whole table.
+            width: Of a row.
+            group: Numbers that share a scale, if there is one.
+            part: Rows that are held; None: all.
+
+        Returns:
+            The rows, and their scales [rows, width / group] uint8; None where they are numbers.
+        """
+        if not self.has(f"{name}.scale"):
+            return self.take(f"{name}.weight", rows, width, part=part), None
+        weight, scale = self._written(f"{name}.weight"), self._written(f"{name}.scale")
+        return (
+            self._raw(weight, (rows, width), _FP8_STORED, part),
+            self._raw(scale, (rows, width // group), _POWERS, part),
+        )
 
     def experts(
         self, prefix: str, count: int, width: int, hidden: int, part: Part | None

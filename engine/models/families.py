@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from engine.errors import ConfigError
 from engine.kv.cache import PagedKV, bytes_per_block
 from engine.kv.rolling import RollingState
@@ -30,7 +32,7 @@ def build_target(spec: AnyTarget, weights: Any, at: Placement, num_positions: in
         num_positions: Positions that can be asked for.
     """
     if isinstance(spec, V4TargetSpec):
-        held = V4Weights(weights, weights.has, at, spec.fp8_block)
+        held = V4Weights(weights, weights.has, at, spec.fp8_block, weights.folder)
         return DeepseekV4(spec, held, num_positions)
     return Decoder(spec, weights, at, num_positions)
 
@@ -124,8 +126,13 @@ def bytes_a_row(spec: AnyTarget | AnyDraft, most_queries: int, at: Placement) ->
     """Bytes that one request takes however short it is."""
     if isinstance(spec, V4TargetSpec | V4DraftSpec):
         size = at.dtype.itemsize
-        return sum(s.bytes_a_row(most_queries, size) for s in layer_shapes(spec.layers))
+        tokens = (_lookback(spec) + most_queries) * torch.int64.itemsize if _lookback(spec) else 0
+        return tokens + sum(s.bytes_a_row(most_queries, size) for s in layer_shapes(spec.layers))
     return 0
+
+
+def _lookback(spec: V4TargetSpec | V4DraftSpec) -> int:
+    return spec.lookback if isinstance(spec, V4TargetSpec) else 0
 
 
 def allocate(
@@ -149,9 +156,8 @@ def allocate(
     kind: dict[str, Any] = {"dtype": at.dtype, "device": at.device}
     if isinstance(spec, V4TargetSpec | V4DraftSpec):
         shapes = layer_shapes(spec.layers)
-        return RollingState.allocate(
-            shapes, num_rows + 1, num_blocks, kv_block_size, most_queries, **kind
-        )
+        sizes = num_rows + 1, num_blocks, kv_block_size, most_queries
+        return RollingState.allocate(shapes, *sizes, lookback=_lookback(spec), **kind)
     layers = spec.layers
     heads = at.share.layers(layers).num_kv_heads
     return PagedKV.allocate(

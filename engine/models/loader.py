@@ -61,6 +61,11 @@ class Checkpoint:
         self._stack.close()
 
     @property
+    def folder(self) -> Path:
+        """Where the files lie, and what belongs to them."""
+        return self._folder
+
+    @property
     def names(self) -> frozenset[str]:
         """Every tensor in the files."""
         return frozenset(self._headers)

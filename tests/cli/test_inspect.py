@@ -252,14 +252,16 @@ def test_deepseek_v41(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "those after 3 inside 3 blocks of 2"
     ) in out
     assert "taps              h[1, 3] of 7 target layers" in out
+    assert "n-grams     of 2 to 3 tokens, 32 numbers a row: 60 rows in layer 1, 120 in 4" in out
     assert "Pair\n  fits" in out
     code, out, _ = inspect(capsys, folder, folder, "--max-model-len", 100, "--json")
     assert code == 0
     plan = json.loads(out)["memory"]["float32"]
     # an entry and an index key of 16 each: of every two tokens, and of every one
     assert plan["kv_bytes_per_token"] == {"target": 4 * (32 / 2 + 32), "draft": 0.0}
-    # windows of 8 + 5 in seven layers; 2 + 5 tokens that wait, with a value and a score of 16
-    assert plan["kv_bytes_per_request"]["target"] == 4 * (7 * 13 * 16 + 7 * 2 * 16)
+    # windows of 8 + 5 in seven layers; 2 + 5 tokens that wait, with a value and a score of 16; and
+    # the numbers of 2 + 5, for pairs and triples
+    assert plan["kv_bytes_per_request"]["target"] == 4 * (7 * 13 * 16 + 7 * 2 * 16) + 8 * 7
 
 
 def test_deepseek_v4_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

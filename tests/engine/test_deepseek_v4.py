@@ -37,6 +37,7 @@ from tests.helpers.deepseek_v4 import (
     PlainV4Draft,
     write_deepseek_v4,
 )
+from tests.helpers.deepseek_v41 import write_deepseek_v41
 from tests.helpers.drafts import MASK
 from tests.helpers.engines import make_engine, outputs, prompts, record_drafts, requests, teach
 from tests.helpers.fed import AT, Fed, load
@@ -169,8 +170,10 @@ def test_drafts_are_what_the_checkpoint_means(folder: Path, reference: PlainTarg
         torch.testing.assert_close(confidence, torch.tensor(logits), atol=2e-4, rtol=2e-4)
 
 
-def test_preempted_requests_begin_again(folder: Path) -> None:
+@pytest.mark.parametrize("version", ["V4", "V4.1"])
+def test_preempted_requests_begin_again(folder: Path, tmp_path: Path, version: str) -> None:
     """Rings are their rows': what another request, or a round too many, left is never read."""
+    folder = folder if version == "V4" else write_deepseek_v41(tmp_path / "v41")
     many = requests(prompts(6, seed=7), max_tokens=20)
     want = outputs(make_engine(folder), many)
     limits = {"max_num_seqs": 5, "max_model_len": 80, "kv_cache_memory_bytes": _memory(folder)}
@@ -288,7 +291,7 @@ def fed_by_ranks(folder: Path, ranks: ThreadRanks, least: int, order: TailOrder)
     assert isinstance(spec, V4TargetSpec)
     assert isinstance(drafting, V4DraftSpec)
     with Checkpoint(folder) as weights, torch.inference_mode():
-        made = V4Weights(weights, weights.has, at)
+        made = V4Weights(weights, weights.has, at, folder=weights.folder)
         target = DeepseekV4(spec, made, 64)
         draft = V4Drafter(drafting, made, target, 64)
         target.shard_from = draft.shard_from = least
@@ -312,8 +315,12 @@ def fed_by_ranks(folder: Path, ranks: ThreadRanks, least: int, order: TailOrder)
 
 
 @pytest.mark.parametrize("size", [2, 4] if "DSPARK_FULL" in os.environ else [2])
-def test_streams_sharded_by_token_give_every_rank_the_same(folder: Path, size: int) -> None:
+@pytest.mark.parametrize("version", ["V4", "V4.1"])
+def test_streams_sharded_by_token_give_every_rank_the_same(
+    folder: Path, tmp_path: Path, size: int, version: str
+) -> None:
     """13, 1 and 3 tokens, blocks of 4: padding, and ranks with nothing else. Tails bit for bit."""
+    folder = folder if version == "V4" else write_deepseek_v41(tmp_path / "v41")
     alone = on_threads(1, lambda ranks: fed_by_ranks(folder, ranks, 1, "collapse first"))[0]
     orders: tuple[TailOrder, TailOrder] = ("collapse first", "gather first")
     sharded = [

@@ -28,8 +28,9 @@ def plain(folder: Path) -> PlainV41:
 
 def test_logits_are_those_of_the_definition(folder: Path, plain: PlainV41) -> None:
     """Whole, then in chunks: of one token, of odd and even ones, longer than every ring."""
-    want = plain.states(IDS)[1].float()
     network = load(folder)
+    assert set(network.engrams) == {1, 4}
+    want = plain.states(IDS)[1].float()
     (got,) = Fed(network, 1, 120, GAMMA + 1).feed([(0, 0, IDS)])
     torch.testing.assert_close(got, want, **TOLERANCE)
     fed, at = Fed(network, 1, 120, GAMMA + 1), 0
@@ -38,6 +39,16 @@ def test_logits_are_those_of_the_definition(folder: Path, plain: PlainV41) -> No
         torch.testing.assert_close(got, want[at : at + count], **TOLERANCE)
         at += count
     assert at == 120
+
+
+def test_networks_need_no_tables(tmp_path: Path, plain: PlainV41) -> None:
+    folder = write_deepseek_v41(tmp_path / "v41", engram=False)
+    network, ids = load(folder), IDS[:40]
+    fed = Fed(network, 1, 40, GAMMA + 1)
+    assert fed.state.tokens is None
+    (got,) = fed.feed([(0, 0, ids)])
+    torch.testing.assert_close(got, PlainV41(folder).states(ids)[1].float(), **TOLERANCE)
+    assert (got - plain.states(ids)[1]).abs().max() > 0.1, "tables change what comes out"
 
 
 def test_layers_keep_what_they_make_and_no_more(folder: Path) -> None:

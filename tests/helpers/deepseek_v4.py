@@ -211,7 +211,7 @@ def _random_target(
 def drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Of a size that keeps activations near 1 and uses every part."""
     noise = torch.randn(shape, generator=generator)
-    if "norm" in name:
+    if "norm" in name or name.endswith(("q_weight", "k_weight")):
         return 1.0 + 0.2 * noise
     if name.endswith("scale"):
         return 0.8 + 0.2 * noise

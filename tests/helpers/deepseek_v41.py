@@ -5,20 +5,25 @@
 
 Seven layers: a window; entries of two tokens and a layer that only reads them; entries of one
 token, whose indexer finds 3 blocks of 2 entries, a reader, an indexer that chooses inside those
-blocks, and its reader. Window 8, 3 entries chosen, 4 streams, 8 experts of which 2 work; a drafter
-of two stages, gamma 4, 4 experts of which 3 work, that taps before layers 1 and 3.
+blocks, and its reader; two of them with Engram tables of pairs and triples. Window 8, 3 entries
+chosen, 4 streams, 8 experts of which 2 work; a drafter of two stages, gamma 4, 4 experts of which
+3 work, that taps before layers 1 and 3.
 """
 
 import json
 import math
+import re
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from engine.kernels.packed import pack, unpack
 from tests.helpers.checkpoints import read_tensors, write_tokenizer
@@ -92,6 +97,17 @@ TEXT: dict[str, Any] = {
     "dspark_n_routed_experts": DELAYED["dspark_n_routed_experts"],
     "dspark_num_experts_per_tok": DELAYED["dspark_num_experts_per_tok"],
 }
+ENGRAM: dict[str, Any] = {
+    "engram_layer_ids": [1, 4],
+    # 11 + 13 and 17 + 19; 23 + 29 and 31 + 37
+    "engram_num_embeddings": [60, 120],
+    "engram_max_ngram_size": 3,
+    "engram_vocab_size": 11,
+    "engram_n_heads": 2,
+    "engram_head_dim": 32,
+    "engram_pad_token_id": 3,
+}
+BUCKETS = {1: (11, 13, 17, 19), 4: (23, 29, 31, 37)}
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV41ForCausalLM"],
     "model_type": "deepseek_v41",
@@ -110,13 +126,16 @@ QUANTISED = {
 }
 
 
-def write_deepseek_v41(folder: Path, *, packed: bool = False, seed: int = 0, **text: Any) -> Path:
+def write_deepseek_v41(
+    folder: Path, *, packed: bool = False, engram: bool = True, seed: int = 0, **text: Any
+) -> Path:
     """Write a target and, in the same file, its drafter, as released, images included.
 
     Args:
         folder: Created.
         packed: fp8 by blocks of 32 x 32 and fp4 experts; folder / "plain" has the same numbers
             unpacked.
+        engram: With tables of n-grams?
         seed: Of all weights.
         text: Merged into text_config at the end.
     """
@@ -125,14 +144,18 @@ def write_deepseek_v41(folder: Path, *, packed: bool = False, seed: int = 0, **t
     generator = torch.Generator().manual_seed(seed)
     shapes = target_shapes(config)
     tensors = {name: drawn(name, shape, generator) for name, shape in shapes.items()}
+    values = {**CONFIG, "text_config": {**TEXT, **text}}
+    write_tokenizer(folder)
+    if engram:
+        tensors |= {n: drawn(n, s, generator) for n, s in engram_shapes(config).items()}
+        numbers = numbers_of(folder / "tokenizer.json")
+        values["text_config"] |= ENGRAM | {"engram_compressed_vocab_size": max(numbers) + 1}
     tensors |= draft_tensors(config, confidence=True, delayed=True, seed=seed + 1)
     # of images: nobody reads them
     for name in ("vision.blocks.0.weight", "aligner.weight", "image_start"):
         tensors[name] = torch.zeros(3)
     for name in ("layers.0", "mtp.1"):
         tensors[f"{name}.ffn.gate.bias_vl"] = torch.zeros(8)
-    values = {**CONFIG, "text_config": {**TEXT, **text}}
-    write_tokenizer(folder)
     _write(folder, values | {"dtype": "float32"}, tensors)
     if packed:
         shutil.copytree(folder, folder / "plain")
@@ -153,7 +176,15 @@ def _packed(
     """As they are stored, and what they stand for."""
     found, plain = dict(tensors), dict(tensors)
     for name, x in tensors.items():
-        kind = kind_of_packing(name, "fp4")
+        kind = "fp8" if "engram.wkv" in name else kind_of_packing(name, "fp4")
+        if "engram.embed" in name:  # rows by themselves, as blocks of one row would be
+            made = [pack(row[None].expand(32, -1), "fp8", block=32) for row in x]
+            plain[name] = torch.cat([unpack(row)[:1] for row in made])
+            found[name] = torch.cat([row.weight.view(torch.uint8)[:1] for row in made])
+            found[name] = found[name].view(torch.float8_e4m3fn)
+            scale = torch.cat([row.scale for row in made]).view(torch.float8_e8m0fnu)
+            found[name.removesuffix("weight") + "scale"] = scale
+            continue
         if kind is None:
             continue
         made = pack(x, kind, block=32)
@@ -216,6 +247,37 @@ def target_shapes(c: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def engram_shapes(c: Any) -> dict[str, tuple[int, ...]]:
+    """Tensors of the layers that have tables, by their released names."""
+    h, s, width = c.hidden_size, c.hc_mult, ENGRAM["engram_head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer, buckets in BUCKETS.items():
+        shapes |= {
+            f"layers.{layer}.engram.embed.weight": (sum(buckets), width),
+            f"layers.{layer}.engram.wkv.weight": ((s + 1) * h, len(buckets) * width),
+            f"layers.{layer}.engram.q_weight": (s, h),
+            f"layers.{layer}.engram.k_weight": (s, h),
+        }
+    return shapes
+
+
+def numbers_of(tokenizer: Path) -> list[int]:
+    """By token id, a number that tokens which read alike share, by what Unicode says of letters."""
+    read = Tokenizer.from_file(str(tokenizer))
+    seen: list[str] = []
+    found = []
+    for token in range(read.get_vocab_size()):
+        text = read.decode([token], skip_special_tokens=False)
+        letters = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+        plain = "".join(c for c in letters if unicodedata.category(c) != "Mn").lower()
+        plain = re.sub("[ \t\r\n]+", " ", plain)
+        key = (plain if plain == " " else plain.strip()) or text
+        key = str(read.id_to_token(token)) if "\ufffd" in text else key
+        seen += [] if key in seen else [key]
+        found.append(seen.index(key))
+    return found
+
+
 class PlainV41(PlainDelayed):
     """The target and its drafter in float64, a whole sequence at a time; nothing is kept.
 
@@ -231,15 +293,55 @@ class PlainV41(PlainDelayed):
         self.w = {n.removeprefix("mtp."): x.double() for n, x in read_tensors(folder).items()}
         self.embed, self.head = self.w["embed.weight"], self.w["head.weight"]
         self.entries, self.index = torch.empty(0), torch.empty(0)
+        self.numbers = numbers_of(folder / "tokenizer.json")
         self.blocks: list[set[int]] = []
         self.chosen: list[list[int]] = []
 
     def greedy(self, tokens: Sequence[int], count: int) -> list[int]:
-        """The next tokens, one at a time from the start."""
+        """The next tokens, one at a time from the start, up to the end."""
         ids = list(tokens)
-        for _ in range(count):
+        while len(ids) < len(tokens) + count and (len(ids) == len(tokens) or ids[-1] != EOS):
             ids.append(int(self.states(ids)[1][-1].argmax()))
         return ids[len(tokens) :]
+
+    def states(self, tokens: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Streams that enter each layer and leave the last, [T, S, H], and logits [T, V]."""
+        streams, pre = self.embed[torch.tensor(list(tokens))][:, None].repeat(1, 4, 1), None
+        taken, nothing = [], streams.new_zeros(0, self.config.hidden_size)
+        for i in range(self.config.num_hidden_layers):
+            if f"layers.{i}.engram.wkv.weight" in self.w:
+                streams = self._fed(i, streams, tokens)
+            taken.append(streams)
+            streams, pre = self._stage(f"layers.{i}.", streams, pre, (nothing, 0))
+        hidden = self._norm(torch.einsum("ts,tsh->th", pre, streams), self.w["norm.weight"])
+        return [*taken, streams], hidden @ self.head.T
+
+    def _fed(self, layer: int, streams: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """A token at a time: its pair, its triple, two rows of each, four gates."""
+        k, longest = f"layers.{layer}.engram.", ENGRAM["engram_max_ngram_size"]
+        count = max(self.numbers) + 1
+        drawn_ = np.random.default_rng(10007 * layer).integers(
+            low=0, high=(2**63 - 1) // count // 2, size=(longest,), dtype=np.int64
+        )
+        odd, out = [2 * int(n) + 1 for n in drawn_], []
+        for t in range(len(tokens)):
+            before = [tokens[t - i] if t >= i else ENGRAM["engram_pad_token_id"] for i in range(3)]
+            products = [self.numbers[token] * m for token, m in zip(before, odd, strict=True)]
+            pair = products[0] ^ products[1]
+            hashes = [pair, pair, pair ^ products[2], pair ^ products[2]]
+            rows = [sum(BUCKETS[layer][:i]) + h % BUCKETS[layer][i] for i, h in enumerate(hashes)]
+            e = self.w[f"{k}embed.weight"][rows].flatten()
+            *keys, value = (self.w[f"{k}wkv.weight"] @ e).view(5, -1)
+            fed = []
+            for j, key in enumerate(keys):
+                r = streams[t, j]
+                both = self.w[f"{k}q_weight"][j] * self.w[f"{k}k_weight"][j]
+                dot = float((self._norm(r, 1.0) * both * self._norm(key, 1.0)).sum())
+                dot /= math.sqrt(len(r))
+                gate = 1 / (1 + math.exp(-math.copysign(math.sqrt(max(abs(dot), 1e-6)), dot)))
+                fed.append(r + gate * value)
+            out.append(torch.stack(fed))
+        return torch.stack(out)
 
     def _attend(self, k: str, x: torch.Tensor, context: torch.Tensor, first: int) -> torch.Tensor:
         if not k.startswith("layers."):

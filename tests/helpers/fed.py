@@ -45,7 +45,14 @@ class Fed:
         self.blocks = [list(range(i, count * each, count)) for i in range(count)]
         shapes = layer_shapes(network.spec.layers)
         self.state = RollingState.allocate(
-            shapes, count + 1, count * each, self.block, most, dtype=AT.dtype, device=AT.device
+            shapes,
+            count + 1,
+            count * each,
+            self.block,
+            most,
+            dtype=AT.dtype,
+            device=AT.device,
+            lookback=network.spec.lookback,
         )
         for layer in self.state.layers:  # what was never written is never read
             for state in (layer.compressed, layer.index):
@@ -53,6 +60,8 @@ class Fed:
                     state.entries.fill_(float("nan"))
                     state.rows.fill_(float("nan"))
             layer.window.fill_(float("nan"))
+        if self.state.tokens is not None:
+            self.state.tokens.fill_(1 << 40)
 
     def batch(
         self, many: Sequence[tuple[int, int, Sequence[int]]]

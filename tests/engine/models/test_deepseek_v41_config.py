@@ -2,20 +2,26 @@
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 
 from engine.errors import CheckpointError
 from engine.models import families
 from engine.models.deepseek_v4_layers import layer_shapes
 from engine.models.deepseek_v4_spec import SourcesSpec, V4DraftSpec, V4TargetSpec, YarnRope
+from engine.models.deepseek_v41_hashes import alike_tokens, bucket_sizes, multipliers
 from engine.models.draft_config import parse_draft
+from engine.models.layers import Placement
 from engine.models.target_config import parse_target
 from tests.engine.models.test_deepseek_v4_config import MTP, RELEASED
+from tests.helpers.deepseek_v41 import write_deepseek_v41
+from tests.helpers.fed import load
 
 RATIOS = [0, 0, *[2] * 18, *[1] * 20]
 GONE = ("compress_ratios", "num_hash_layers", "torch_dtype", "architectures", "model_type")
@@ -50,6 +56,18 @@ RELEASED_V41: dict[str, Any] = {
         "engram_vocab_size": 16000000,
     },
     "vision_config": {"model_type": "deepseek_v41_vision", "hidden_size": 1024},
+}
+
+
+ENGRAM = {
+    "engram_layer_ids": [1, 14],
+    "engram_num_embeddings": [384006168, 384016682],
+    "engram_max_ngram_size": 4,
+    "engram_vocab_size": 16000000,
+    "engram_n_heads": 8,
+    "engram_head_dim": 256,
+    "engram_pad_token_id": 2,
+    "engram_compressed_vocab_size": 99092,
 }
 
 
@@ -115,6 +133,50 @@ def test_its_drafter_taps_before_its_layers(tmp_path: Path) -> None:
     assert spec.layers.delayed
 
 
+def test_tables_of_n_grams_are_as_large_as_released_ones(tmp_path: Path) -> None:
+    """24 primes a layer, from 16 million up: their sums are what its config says of rows."""
+    (tmp_path / "tokenizer.json").touch()
+    spec = parse_target(write(tmp_path, **ENGRAM))
+    assert isinstance(spec, V4TargetSpec)
+    assert spec.engram is not None
+    assert spec.lookback == 3
+    assert [len(sizes) for sizes in spec.engram.buckets] == [24, 24]
+    assert len({n for sizes in spec.engram.buckets for n in sizes}) == 48
+    at = Placement(torch.bfloat16, torch.device("meta"))
+    assert json.dumps(asdict(spec)), "ranks tell each other shapes, with what rounds cost"
+    without = parse_target(write(tmp_path))
+    assert families.bytes_a_row(spec, 6, at) - families.bytes_a_row(without, 6, at) == 9 * 8
+
+
+def test_tokens_that_read_alike_share_a_number(tmp_path: Path) -> None:
+    tokens = ["the", "Ġthe", "ĠTHE", "Ġ", "ĠĠ", "Ċ", "é", "e", "fi", "Ã", "Â", "ĠÃ©"]
+    inner = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
+    inner.decoder = decoders.ByteLevel()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    found = alike_tokens(tmp_path / "tokenizer.json")
+    # one space, two, a new line: the same; halves of a letter: each its own; " é": an e
+    assert found == [0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 6, 3]
+
+
+def test_products_with_hash_numbers_stay_below_64_bits() -> None:
+    for layer in (1, 14):
+        numbers = multipliers(layer, 4, 99092)
+        assert all(n % 2 and n * 99091 < 1 << 63 for n in numbers)
+    assert multipliers(1, 4, 99092) != multipliers(14, 4, 99092)
+    assert bucket_sizes(1, 2, 2, 7) == [(7, 11, 13, 17)]
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Its n-grams would be other rows, and nothing would fail."""
+    folder = write_deepseek_v41(tmp_path / "v41")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["engram_compressed_vocab_size"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="tokens that read differently, config") as told:
+        load(folder)
+    assert told.value.hint == "use the tokenizer of the same checkpoint"
+
+
 def test_one_level_means_the_same(tmp_path: Path) -> None:
     """Also where only `model_type` says what it is."""
     want = parse_target(write(tmp_path))
@@ -147,8 +209,12 @@ def test_one_level_means_the_same(tmp_path: Path) -> None:
         ({"candidate_source_layer_id": "20"}, "must be a layer, or -1 for none, got '20'"),
         ({"candidate_topk_blocks": None}, "candidate_topk_blocks is missing"),
         ({"candidate_topk_blocks": 64}, "64 of 8 entries, of which the newest may hold one"),
-        ({"engram_layer_ids": [1, 14]}, "is [1, 14]: layers with Engram tables"),
-        ({"engram_layer_ids": [1, 14]}, "trained without Engram"),
+        ({"engram_layer_ids": [1, 14]}, "engram_num_embeddings is missing"),
+        ({**ENGRAM, "engram_layer_ids": [14, 1]}, "engram_layer_ids must ascend and stay below"),
+        ({**ENGRAM, "engram_n_heads": 7}, "is [384006168, 384016682], but hashes reach [33600"),
+        ({**ENGRAM, "engram_max_ngram_size": 1}, "must be an integer >= 2, got 1"),
+        ({**ENGRAM, "engram_pad_token_id": 100}, "engram_pad_token_id must be in [0, 100)"),
+        (ENGRAM, "depends on tokenizer.json, which is not there"),
         ({"gate_temp": 0.5}, "gate_temp is 0.5"),
         ({"new_key": 3}, "unknown keys that may change the computation: new_key=3"),
         (
