@@ -126,7 +126,7 @@ def pool_triton(
     out = pairs.new_zeros((len(pairs), state.entries.shape[1]), dtype=state.entries.dtype)
     table, size = batch.block_table, batch.kv_block_size
     close_windows(pairs, state, norm, eps, None, positions, at, table, size, by_token=out)
-    ring_store(state.rows, pairs, positions, at.row >= 0, at)
+    ring_store(state.rows, pairs, positions, None, at)
     return out
 
 

@@ -70,7 +70,7 @@ class NgramRows:
                 order = back - 1
                 row = hashed[:, :, None] % self.sizes[:, None, order]
                 found.append(row + self.firsts[:, None, order])
-        ring_store(ring, numbers, step.positions, at.row >= 0, at)
+        ring_store(ring, numbers, step.positions, None, at)
         return torch.cat(found, dim=2)
 
     def _before(

@@ -8,7 +8,12 @@ import torch
 from engine.kernels import select_entries
 from engine.kernels.compress import pool_ref, pool_triton
 from engine.kernels.pair_rope import yarn_frequencies
-from engine.kernels.rolling import CompressedState, token_places
+from engine.kernels.rolling import (
+    CompressedState,
+    ring_store_ref,
+    ring_store_triton,
+    token_places,
+)
 from engine.kernels.rope import rope_table
 from engine.kernels.select_entries import Blocks, select_entries_ref, select_entries_triton
 from engine.kernels.store_entries import store_entries_ref, store_entries_triton
@@ -59,6 +64,20 @@ def test_latents_and_their_places() -> None:
         if max(counts) <= 5:
             rejecting(steps, [rng.randint(min(n, 1), n) for n in counts], counts)
     assert not ours.entries.isnan().all(dim=1).all()
+
+
+def test_rings_hold_numbers_of_tokens() -> None:
+    """One int64 a place, as for n-grams."""
+    steps = Steps()
+    ours, want = (torch.full((ROWS, 7), -1, device=DEVICE) for _ in "ab")
+    for counts in STEPS:
+        batch, positions = steps.step(counts)
+        x = torch.randint(1 << 40, (len(positions),)).to(DEVICE)
+        places = token_places(batch, len(positions))
+        ring_store_ref(want, x, positions, None, places)
+        ring_store_triton(ours, x, positions, None, places)
+        assert torch.equal(ours[:-1], want[:-1])
+    assert not (want[:-1] == -1).all(dim=1).any()
 
 
 def test_a_token_may_be_a_window_of_its_own() -> None:
