@@ -15,6 +15,7 @@ import numpy as np
 _LONE_SPACE = "\ue000"
 """Stands for a token that is one space, which stripping would take away."""
 
+# [ckpt] as the released code draws multipliers; config.json has its tables' sizes, not these
 _SEED = 10007
 
 

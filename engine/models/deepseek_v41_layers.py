@@ -156,6 +156,8 @@ class SharedEntries:
         assert held.compressed is not None
         assert held.index is not None
         if self.compressor is not None and self.keys is not None:
+            # [ckpt] the released code rounds entries to four bits, and index keys and queries, too;
+            # here they stay as they are, which is closer to what they are made of
             latents = self.compressor(x, step, held.compressed)
             where = step.ropes.compressed, step.batch, step.positions, step.places
             store_entries(latents, held.compressed, *where)
