@@ -1,6 +1,6 @@
 """config.json of a target -> its spec; what is not served is refused by name.
 
-Dense Llama, Qwen2 and Qwen3 are read here, DeepSeek-V4 in a file of its own.
+Dense Llama, Qwen2 and Qwen3 are read here, DeepSeek-V4 and V4.1 in files of their own.
 """
 
 from pathlib import Path
@@ -17,10 +17,13 @@ from engine.models.decoder_config import (
 )
 from engine.models.deepseek_v4_config import ARCHITECTURE, is_deepseek_v4, parse_deepseek_v4
 from engine.models.deepseek_v4_spec import V4TargetSpec
+from engine.models.deepseek_v41_config import ARCHITECTURE_V41
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_TARGETS = (
-    "supported targets: " + ", ".join(TARGET_ARCHITECTURES) + f" (dense), {ARCHITECTURE}"
+    "supported targets: "
+    + ", ".join(TARGET_ARCHITECTURES)
+    + f" (dense), {ARCHITECTURE}, {ARCHITECTURE_V41}"
 )
 _BY_MODEL_TYPE = dict(zip(("llama", "qwen2", "qwen3"), TARGET_ARCHITECTURES, strict=True))
 # Qwen3Config's own default; the other two divide hidden_size by heads.

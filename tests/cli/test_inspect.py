@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dspark_cli.dryrun import context_length
 from dspark_cli.inspect import human
 from dspark_cli.main import run
 from tests.helpers.checkpoints import (
@@ -244,6 +245,7 @@ def test_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_deepseek_v41(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Entries are counted where they are made: in two layers of the six that see any."""
     folder = write_deepseek_v41(tmp_path / "v41")
+    assert context_length(folder, None) == 512, "what a dry run goes by is nested, too"
     code, out, _ = inspect(capsys, folder, folder, "--max-num-seqs", 3, "--max-model-len", 100)
     assert code == 0
     assert (
