@@ -51,6 +51,30 @@ def test_networks_need_no_tables(tmp_path: Path, plain: PlainV41) -> None:
     assert (got - plain.states(ids)[1]).abs().max() > 0.1, "tables change what comes out"
 
 
+@pytest.mark.parametrize(
+    ("ratios", "makes", "chooses", "finds"),
+    [([2, 0, 2, 2], [0, 2], [0, 2, 3], 2), ([0, 1, 1, 2, 0], [1, 3], [1, 2, 3], -1)],
+)
+def test_layers_in_other_orders(
+    tmp_path: Path, ratios: list[int], makes: list[int], chooses: list[int], finds: int
+) -> None:
+    """Blocks of pairs; a source of pairs after one of single tokens; windows between and last."""
+    folder = write_deepseek_v41(
+        tmp_path / "v41",
+        engram=False,
+        num_hidden_layers=len(ratios),
+        compress_ratios=ratios,
+        kv_source_layer_ids=makes,
+        index_source_layer_ids=chooses,
+        candidate_source_layer_id=finds,
+    )
+    want = PlainV41(folder).states(IDS[:60])[1].float()
+    fed = Fed(load(folder), 1, 60, GAMMA + 1)
+    for first, stop in ((0, 31), (31, 32), (32, 60)):
+        (got,) = fed.feed([(0, first, IDS[first:stop])])
+        torch.testing.assert_close(got, want[first:stop], **TOLERANCE)
+
+
 def test_layers_keep_what_they_make_and_no_more(folder: Path) -> None:
     """Two sources; one needs tokens until their pair is full, the other none at all."""
     states = Fed(load(folder), 1, 120, GAMMA + 1).state.layers

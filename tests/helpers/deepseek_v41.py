@@ -140,7 +140,7 @@ def write_deepseek_v41(
         text: Merged into text_config at the end.
     """
     folder.mkdir(parents=True)
-    config = SimpleNamespace(**TEXT)
+    config = SimpleNamespace(**{**TEXT, **text})
     generator = torch.Generator().manual_seed(seed)
     shapes = target_shapes(config)
     tensors = {name: drawn(name, shape, generator) for name, shape in shapes.items()}
