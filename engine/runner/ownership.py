@@ -52,16 +52,23 @@ class Ownership:
 
         Args:
             cu_seqlens: [R+1] int32; `most` rows a request at most.
-            num_tokens: T, padding included; T - R bounds the rows past each request's first.
+            num_tokens: T, padding included.
             most: Rows of a request at most.
 
         Returns:
-            T' = min(T, c * most, c + T - R) rows an owner, whatever the lengths are.
+            T' = `room` rows an owner, whatever the lengths are.
         """
         room = self.room(num_tokens, most)
         return OwnedRows(*deal_rows(cu_seqlens, self.rank, self.size, room))
 
     def room(self, num_tokens: int, most: int) -> int:
-        """T', rows an owner has room for."""
-        extra = max(num_tokens - self.num_reqs, 0)
-        return min(num_tokens, self.capacity * most, self.capacity + extra)
+        """T', rows an owner has room for.
+
+        L live requests, the first ones, have a row each and T - L more between them; rank 0 has
+        most of them. Padding has none, so that a lone request in two slots may have all T.
+        """
+        found = 0
+        for live in range(1, min(self.num_reqs, num_tokens) + 1):
+            mine = -(-live // self.size)
+            found = max(found, min(mine * most, mine + num_tokens - live))
+        return found
