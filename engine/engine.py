@@ -65,13 +65,12 @@ class Engine:
         self.config = replace(config, **loaded.at.settings)
         """The settings, with `auto` replaced by what was chosen."""
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.limits = loaded.limits
+        self.limits = limits = loaded.limits
         self.max_model_len = loaded.limits.max_model_len
         self._vocab_size = loaded.networks.target.spec.vocab_size
         self.gamma = loaded.networks.num_speculative_tokens
         """Draft tokens a round; 0 without a draft."""
 
-        limits = loaded.limits
         self._scheduler = Scheduler(
             BlockPool(limits.num_blocks),
             limits.kv_block_size,
@@ -93,18 +92,19 @@ class Engine:
         early.detach()
         self._close = weakref.finalize(self, part, loaded.group, self.runner)
         self.runner.steps.synthetic_acceptance = config.synthetic_acceptance
-        compare_limits(loaded.group, limits, self.gamma)
-        steps, asked = self.runner.steps, config.sharded_loop
-        steps.sharded_from = choose_loop(steps, loaded.group, asked, limits.max_num_seqs)
-        self.decisions = Decisions(
-            config,
-            self.runner,
-            self._scheduler.pool,
-            {**loaded.fingerprint, "graphs": str(self.runner.graphs is not None)},
-            self.stats.schedule,
-            limits.max_model_len,
-            loaded.group,
-        )
+        steps, most = self.runner.steps, limits.max_num_seqs
+        with loaded.group.step():
+            compare_limits(loaded.group, limits, self.gamma)
+            steps.sharded_from = choose_loop(steps, loaded.group, config.sharded_loop, most)
+            self.decisions = Decisions(
+                config,
+                self.runner,
+                self._scheduler.pool,
+                {**loaded.fingerprint, "graphs": str(self.runner.graphs is not None)},
+                self.stats.schedule,
+                limits.max_model_len,
+                loaded.group,
+            )
         self._launched: list[Launched] = []
         """Steps whose results the host has not taken in."""
 

@@ -158,16 +158,22 @@ def make_engine(given: argparse.Namespace, cell: Cell) -> Any:
 
 
 def run_cell(engine: Any, given: argparse.Namespace, cell: Cell) -> dict[str, Any]:
+    from engine import DSparkError, RequestFailure
+
     work, records = WORKLOADS[cell.workload], []
     requests = make_requests(engine, given, cell)
     before = asdict(engine.stats.schedule)
     engine.follow(records.append)
     source = in_waves(requests, cell.batch, work.waves)
-    done = {
-        c.request.request_id: c.token_ids
-        for c in engine.run(source, verify=work.verify, max_num_seqs=cell.batch)
-    }
+    done, failed = {}, []
+    for c in engine.run(source, verify=work.verify, max_num_seqs=cell.batch):
+        if isinstance(c, RequestFailure):
+            failed.append(f"row {c.request.request_id}: {c.message}")
+        else:
+            done[c.request.request_id] = c.token_ids
     engine.follow(None)
+    if failed:
+        raise DSparkError(f"{len(failed)} rows failed; {failed[0]}")
     after = asdict(engine.stats.schedule)
     counted = ("plans_told", "plan_seconds", "plan_exposed_seconds", "audits", "audit_seconds")
     outputs = sorted(done.items())

@@ -77,6 +77,9 @@ class Group:
         except RankError:
             raise
         except Exception as error:
+            lost = isinstance(error, RuntimeError) and self._watch is not None
+            if lost and (news := self._watch.hear()) is not None:  # type: ignore[union-attr]
+                raise news from error
             self.control.fail(error)
             raise
         self._halfway = False

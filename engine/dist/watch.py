@@ -69,15 +69,19 @@ class Watch:
             self._settle()
             raise self._told()
 
-    def explain(self, error: Exception) -> Exception:
-        """Why an exchange failed with `error`: another rank's failure, if one comes to light."""
+    def hear(self) -> RankError | None:
+        """Another rank's failure, if one comes to light soon: what failed here may be its doing."""
         until = time.monotonic() + 4 * _SETTLE_S
         while not self._news and time.monotonic() < until:
             time.sleep(0.02)
-        if self._news:
-            self._settle()
-            return self._told()
-        return RankError(
+        if not self._news:
+            return None
+        self._settle()
+        return self._told()
+
+    def explain(self, error: Exception) -> Exception:
+        """Why an exchange failed with `error`: another rank's failure, if one comes to light."""
+        return self.hear() or RankError(
             f"the connection between ranks broke: {error}", "see what the other ranks said"
         )
 

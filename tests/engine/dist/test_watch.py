@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.dist.control import RankError
+from engine.dist.group import Group
 from engine.dist.launch import _news
 from engine.dist.watch import Watch
 
@@ -95,3 +96,17 @@ def test_what_a_processs_end_means() -> None:
     )
     assert told.__notes__ == ["Traceback: here"]
     assert _news(3, 1, report.replace(b"false", b"true"))[1] == 0
+
+
+def test_a_start_that_breaks_is_explained_by_who_broke_it() -> None:
+    """What gloo or NCCL say of a rank that was killed is not the news; an own error stays."""
+    watch = Watch()
+    group = Group(watch=watch)
+    try:
+        with pytest.raises(RuntimeError, match="CUDA error"), group.starting():
+            raise RuntimeError("CUDA error")
+        with pytest.raises(RankError, match="rank 1 was ended by SIGKILL"), group.starting():
+            watch.report(RankError("rank 1 was ended by SIGKILL"), 2)
+            raise RuntimeError("Connection closed by peer")
+    finally:
+        watch.close()
