@@ -44,6 +44,14 @@ class ShardedLoopName(StrEnum):
     off = "off"
 
 
+class AttentionParallelName(StrEnum):
+    """What the processes of -tp share of a DeepSeek-V4's attention."""
+
+    tensor = "tensor"
+    data = "data"
+    auto = "auto"
+
+
 class AllReduceName(StrEnum):
     """How the processes of -tp sum up."""
 
@@ -210,6 +218,15 @@ ShardedLoop = Annotated[
         "that is faster, measured at start-up.",
     ),
 ]
+AttentionParallel = Annotated[
+    AttentionParallelName,
+    option(
+        MEMORY,
+        "With -tp, of a DeepSeek-V4's attention: share its heads and keep each row's cache on all "
+        "processes (tensor), share the rows and hold its weights on all (data), or what takes less "
+        "memory with as many of the longest rows as may run at once (auto).",
+    ),
+]
 AllReduce = Annotated[
     AllReduceName,
     option(
@@ -273,6 +290,7 @@ class EngineOptions:
     enforce_eager: EnforceEager = EngineConfig.enforce_eager
     threads: Threads = None
     tensor_parallel_size: TensorParallelSize = None
+    attention_parallel: AttentionParallel = AttentionParallelName.tensor
     sharded_loop: ShardedLoop = ShardedLoopName.auto
     all_reduce: AllReduce = AllReduceName.auto
     audit: AuditRanks = EngineConfig.audit

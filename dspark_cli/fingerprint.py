@@ -32,6 +32,7 @@ NOTED = (
     "max_model_len",
     "max_num_seqs",
     "tensor_parallel_size",
+    "attention_parallel",
     "max_num_batched_tokens",
     "enable_prefix_caching",
     "version",

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 ShardedLoop = Literal["auto", "on", "off"]
 AllReduce = Literal["auto", "nccl"]
+AttentionParallel = Literal["tensor", "data", "auto"]
 Overlap = Literal["auto", "on", "off"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 VerifyMode = Literal["all", "lagged", "sync"]
@@ -83,6 +84,12 @@ class EngineConfig:
     tensor_parallel_size: int | None = None
     """Processes that share the model, a CUDA device each; None: what torchrun has started, or 1."""
 
+    attention_parallel: AttentionParallel = "tensor"
+    """What ranks share of a DeepSeek-V4's attention. tensor: its heads; each rank keeps what it
+    keeps of every request. data: its requests; each rank has the whole of attention's weights, and
+    keeps its own requests alone. auto: what takes less memory with as many requests as there may
+    be, each of the longest."""
+
     sharded_loop: ShardedLoop = "auto"
     """Does each rank draft for its own requests only? auto: from the batch size at which that is
     faster, measured at start-up."""
@@ -144,6 +151,10 @@ class EngineConfig:
         unweighed = self.draft is not None and self.verify == "all"
         reasons = {
             "--audit": (self.audit and alone, "there is one process"),
+            "--attention-parallel": (
+                self.attention_parallel != "tensor" and alone,
+                "there is one process",
+            ),
             "--sharded-loop": (self.sharded_loop != "auto" and alone, "there is one process"),
             "--all-reduce": (self.all_reduce != "auto" and (alone or cpu), "it is for -tp on cuda"),
             "--enforce-eager": (self.enforce_eager and cpu, "a CPU captures no graphs"),

@@ -72,7 +72,7 @@ class Engine:
         """Draft tokens a round; 0 without a draft."""
 
         self._scheduler = Scheduler(
-            BlockPool(limits.num_blocks),
+            tuple(BlockPool(limits.num_blocks) for _ in range(loaded.networks.num_owners)),
             limits.kv_block_size,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
@@ -99,7 +99,7 @@ class Engine:
             self.decisions = Decisions(
                 config,
                 self.runner,
-                self._scheduler.pool,
+                self._scheduler.pools,
                 {**loaded.fingerprint, "graphs": str(self.runner.graphs is not None)},
                 self.stats.schedule,
                 limits.max_model_len,
@@ -122,7 +122,7 @@ class Engine:
         self._shrinking = Shrinking(self._scheduler, self.stats)
         self.stats.drafted_at = [0] * self.gamma
         self.stats.accepted_at = [0] * self.gamma
-        self.stats.kv_blocks_total = limits.num_blocks
+        self.stats.kv_blocks_total = limits.num_blocks * len(self._scheduler.pools)
         self.stats.kv_account = limits.kv_account
         if loaded.warm_up_seconds:
             self.stats.seconds["warm-up"] = loaded.warm_up_seconds
@@ -432,7 +432,8 @@ class Engine:
         if speculate != self.runner.steps.speculating:
             self.runner.steps.speculating = speculate
             # blocks computed while plain have no draft context
-            self._scheduler.pool.forget()
+            for pool in self._scheduler.pools:
+                pool.forget()
 
     def _add(self, request: Request) -> RequestFailure | None:
         try:
@@ -458,4 +459,4 @@ class Engine:
         stats.running = len(scheduler.running)
         stats.waiting = len(scheduler.waiting)
         stats.preemptions = scheduler.num_preemptions
-        stats.kv_blocks_used = scheduler.pool.num_blocks - scheduler.pool.num_free
+        stats.kv_blocks_used = stats.kv_blocks_total - scheduler.num_free_blocks

@@ -44,7 +44,7 @@ class Decisions:
     Args:
         config: The settings.
         runner: Whose rounds.
-        pool: Its KV blocks.
+        pools: Its KV blocks, by owner of the rows.
         fingerprint: Of the pair and the device, for cost tables.
         stats: Counts what is planned.
         max_model_len: Of a request.
@@ -58,7 +58,7 @@ class Decisions:
         self,
         config: EngineConfig,
         runner: ModelRunner,
-        pool: BlockPool,
+        pools: Items[BlockPool],
         fingerprint: dict[str, str],
         stats: ScheduleStats,
         max_model_len: int,
@@ -82,7 +82,7 @@ class Decisions:
         """Told of every round once its result is there."""
 
         self._meter = CostMeter(
-            runner, pool, fingerprint, max_model_len, has_survival=self._has_survival
+            runner, pools, fingerprint, max_model_len, has_survival=self._has_survival
         )
         idle = config.without_effect(
             on_cuda=runner.rows.device.type == "cuda",

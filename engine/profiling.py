@@ -56,7 +56,7 @@ class CostMeter:
 
     Args:
         runner: Whose rounds.
-        pool: Its KV blocks.
+        pools: Its KV blocks, by owner of the rows: row r is the r % N-th one's.
         fingerprint: Of the pair and the device.
         max_model_len: Of a request.
         has_survival: Can a round verify some of its drafts?
@@ -65,13 +65,13 @@ class CostMeter:
     def __init__(
         self,
         runner: ModelRunner,
-        pool: BlockPool,
+        pools: Items[BlockPool],
         fingerprint: dict[str, str],
         max_model_len: int,
         *,
         has_survival: bool,
     ) -> None:
-        self._runner, self._pool = runner, pool
+        self._runner, self._pools = runner, pools
         self._fingerprint = fingerprint
         self._gamma = runner.net.num_speculative_tokens
         self._max_model_len = max_model_len
@@ -166,7 +166,8 @@ class CostMeter:
 
     def _context(self, num_reqs: int, wanted: int) -> int:
         """The longest context up to `wanted` that so many requests have KV for; at least 1."""
-        blocks = self._pool.num_free // num_reqs
+        each = -(-num_reqs // len(self._pools))
+        blocks = min(pool.num_free for pool in self._pools) // each
         room = min(blocks * self._block, self._max_model_len) - self._gamma - 1
         return max(1, min(wanted, room))
 
@@ -254,14 +255,14 @@ class CostMeter:
         for row in range(num_reqs):
             sequence = Sequence(Request(request_id="", prompt_token_ids=ids, params=params))
             sequence.row, sequence.num_computed = row, context
-            sequence.block_ids = self._pool.take(need)
+            sequence.block_ids = self._pools[row % len(self._pools)].take(need)
             batch.append(sequence)
         try:
             self._runner.start(batch)
             yield batch
         finally:
             for sequence in batch:
-                self._pool.give_back(sequence.block_ids)
+                self._pools[sequence.row % len(self._pools)].give_back(sequence.block_ids)
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:

@@ -48,10 +48,18 @@ class TokenShards:
         """
         if self.num_tokens == 0:
             return part
-        size, rows = self.ranks.size, self.num_local
-        missing = size * rows - self.num_tokens
+        missing = self.ranks.size * self.num_local - self.num_tokens
         if missing:
             part = torch.cat((part, part.new_zeros((missing, *part.shape[1:]))))
-        received = torch.empty_like(part)
-        self.ranks.all_to_all_single(received, part.contiguous())
-        return received.view(size, rows, *part.shape[1:]).float().sum(dim=0).to(part.dtype)
+        return sum_parts(part, self.ranks)
+
+
+def sum_parts(part: torch.Tensor, ranks: Collectives) -> torch.Tensor:
+    """This rank's rows [T', ...] of the sum over N ranks of parts [N * T', ...]; one exchange.
+
+    Terms are added in rank order, in float32, and rounded once.
+    """
+    received = torch.empty_like(part)
+    ranks.all_to_all_single(received, part.contiguous())
+    terms = received.view(ranks.size, -1, *part.shape[1:])
+    return terms.float().sum(dim=0).to(part.dtype)

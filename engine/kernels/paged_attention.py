@@ -34,6 +34,8 @@ class AttentionBatch:
     kv_lens: tuple[int, ...]  # host copy of seq_lens
     kv_index: tuple[slice | torch.Tensor, ...]  # host: where each request's KV lies, in order
     rows: torch.Tensor | None = None  # [R] int64, for state that is kept by row
+    own: "OwnPart | None" = None
+    """What this rank holds of the batch, where ranks hold requests: see `own_tokens`."""
 
     @property
     def max_query_len(self) -> int:
@@ -44,6 +46,21 @@ class AttentionBatch:
     def max_kv_len(self) -> int:
         """No request has more KV tokens."""
         return max(self.kv_lens, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """A batch dealt to the ranks that hold its requests. N ranks, T' tokens each at most."""
+
+    rank: int
+    token: torch.Tensor  # [N, T'] int64, in owner-major order; room left over: token 0
+    place: torch.Tensor  # [T] int64, where a token lies in that order
+    batch: AttentionBatch
+    """This rank's requests; rows, blocks and tokens are its own."""
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [T', ...] of a batch [T, ...]."""
+        return x[self.token[self.rank]]
 
 
 def locate_kv(

@@ -3,6 +3,7 @@
 import torch
 
 from engine.dist.collectives import Collectives
+from engine.dist.token_owners import TokenOwners
 from engine.dist.token_shards import TokenShards
 from engine.kernels.hc_mix import MixWeights, hc_head
 from engine.kernels.linear import Linear
@@ -66,10 +67,12 @@ class DeepseekV4:
             taps: Which h[j] to return, ascending: the mean over streams, no norm applied.
 
         Returns:
-            Final-normed hidden states [T, H], and the taps side by side [T, len(taps) * H].
+            Final-normed hidden states [T, H], and the taps side by side [T, len(taps) * H]; where
+            ranks hold requests, taps of this rank's own [T', len(taps) * H].
         """
-        spec, shards = self.spec.layers, shard(len(token_ids), self.ranks, self.shard_from)
-        step = V4Step(token_ids, positions, attention, kv, self.ropes, shards=shards)
+        spec = self.spec.layers
+        shards = shard(attention, len(token_ids), self.ranks, self.shard_from)
+        step = step_of(token_ids, positions, attention, kv, self.ropes, shards)
         residual = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks, shards)
         tapped = []
         rows = None if self.engram is None else self.engram(step)
@@ -101,15 +104,38 @@ exchanges where it made one sum: by what NCCL takes, about even at so many token
 """
 
 
-def shard(num_tokens: int, ranks: Collectives, least: int) -> TokenShards | None:
+def shard(
+    attention: AttentionBatch, num_tokens: int, ranks: Collectives, least: int
+) -> TokenShards | TokenOwners | None:
     """Who holds which tokens' streams; the same on every rank."""
+    if attention.own is not None:
+        return TokenOwners(attention.own, ranks)
     if ranks.size == 1 or num_tokens < least:
         return None
     return TokenShards(num_tokens, ranks)
 
 
+def step_of(
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    attention: AttentionBatch,
+    kv: RollingState,
+    ropes: RopeTables,
+    shards: TokenShards | TokenOwners | None,
+    *,
+    block: bool = False,
+) -> V4Step:
+    """What layers need, of the requests that this rank attends for."""
+    if isinstance(shards, TokenOwners):
+        positions, attention = shards.cut(positions), shards.part.batch
+    return V4Step(token_ids, positions, attention, kv, ropes, block, shards)
+
+
 def spread(
-    embedded: Stream, num_streams: int, ranks: Collectives, shards: TokenShards | None
+    embedded: Stream,
+    num_streams: int,
+    ranks: Collectives,
+    shards: TokenShards | TokenOwners | None,
 ) -> Residual:
     """Embeddings of all tokens as the first streams [T, S, H] of this rank's, all the same."""
     if embedded.delta is None:
@@ -147,7 +173,8 @@ def end_of(residual: Residual, weights: MixWeights | None, spec: V4Layers) -> to
     return hc_head(residual.streams, weights, norm_eps=spec.norm_eps, eps=spec.hyper.eps)
 
 
-def tap(streams: torch.Tensor, shards: TokenShards | None) -> torch.Tensor:
+def tap(streams: torch.Tensor, shards: TokenShards | TokenOwners | None) -> torch.Tensor:
     """What a drafter learns of each token: the mean of its streams, [T, H] in their dtype."""
     mean = streams.float().mean(dim=1).to(streams.dtype)
-    return mean if shards is None else shards.gather(mean)
+    # draft context is kept where the request's other state is
+    return shards.gather(mean) if isinstance(shards, TokenShards) else mean

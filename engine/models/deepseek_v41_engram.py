@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.dist.token_owners import TokenOwners
 from engine.dist.token_shards import TokenShards
 from engine.errors import CheckpointError
 from engine.kernels.packed import e8m0
@@ -56,11 +57,15 @@ class NgramRows:
         self.firsts = firsts.unflatten(1, (-1, spec.num_heads)).to(device)
 
     def __call__(self, step: "V4Step") -> torch.Tensor:
-        """[layers, T, columns] int64; keeps the step's tokens."""
+        """[layers, T, columns] int64 of all tokens; keeps the step's, or this rank's own."""
+        ids, owners = step.token_ids, None
+        if isinstance(step.shards, TokenOwners):
+            owners = step.shards
+            ids = owners.cut(ids)
         ring = step.state.tokens
         assert ring is not None
         at = step.places or token_places(step.batch, len(step.positions))
-        numbers = self.numbers[step.token_ids]
+        numbers = self.numbers[ids]
         found, hashed = [], None
         for back in range(self.spec.longest):
             token = self._before(numbers, ring, step.positions, at, back)
@@ -71,7 +76,9 @@ class NgramRows:
                 row = hashed[:, :, None] % self.sizes[:, None, order]
                 found.append(row + self.firsts[:, None, order])
         ring_store(ring, numbers, step.positions, None, at)
-        return torch.cat(found, dim=2)
+        rows = torch.cat(found, dim=2)
+        # tables are dealt: every rank looks up its rows of every token
+        return rows if owners is None else owners.gather(rows.transpose(0, 1)).transpose(0, 1)
 
     def _before(
         self,
@@ -150,7 +157,10 @@ class Engram:
         self.weight = q * k
 
     def __call__(
-        self, streams: torch.Tensor, rows: torch.Tensor, shards: TokenShards | None
+        self,
+        streams: torch.Tensor,
+        rows: torch.Tensor,
+        shards: TokenShards | TokenOwners | None,
     ) -> torch.Tensor:
         """Streams [T, S, H] of all tokens or of this rank's, and rows of all [layers, T, C]."""
         found = self.table(rows[self.which])

@@ -14,8 +14,8 @@ from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.rolling import ring_store, token_places
 from engine.kernels.sampling import SamplingRows
 from engine.kv.rolling import RollingState
-from engine.models.deepseek_v4 import DeepseekV4, end_of, shard, spread, take_head
-from engine.models.deepseek_v4_layers import RopeTables, V4Block, V4Step
+from engine.models.deepseek_v4 import DeepseekV4, end_of, shard, spread, step_of, take_head
+from engine.models.deepseek_v4_layers import RopeTables, V4Block
 from engine.models.deepseek_v4_spec import V4DraftSpec
 from engine.models.deepseek_v4_weights import V4Weights
 from engine.models.draft_tail import TailOrder, head_states
@@ -78,12 +78,16 @@ class V4Drafter:
         """Turn committed tokens into draft context.
 
         Args:
-            taps: [T, A * H], the target's h[j] of these tokens.
+            taps: [T, A * H], the target's h[j] of these tokens; where ranks hold requests, of this
+                rank's own alone.
             positions: [T] int64, the tokens' own positions.
             slots: [T] int64; negative for rejected or padding tokens.
             kv: The draft's state.
             batch: The tokens' requests.
         """
+        if batch.own is not None:
+            own = batch.own
+            positions, slots, batch = own.cut(positions), own.cut(slots), own.batch
         spec = self.spec.layers
         context = rms_norm(self.fc(taps), self.context_norm, spec.norm_eps)
         keys = self.context_kv(context).split(spec.head_dim, dim=1)
@@ -113,8 +117,8 @@ class V4Drafter:
             Collapsed hidden states [T, H], not normed: so the confidence head reads them.
         """
         spec = self.spec.layers
-        shards = shard(len(token_ids), self.ranks, self.shard_from)
-        step = V4Step(token_ids, positions, attention, kv, self.ropes, block=True, shards=shards)
+        shards = shard(attention, len(token_ids), self.ranks, self.shard_from)
+        step = step_of(token_ids, positions, attention, kv, self.ropes, shards, block=True)
         residual = spread(self.embedding(token_ids), spec.hyper.num_streams, self.ranks, shards)
         for layer, state in zip(self.layers, kv.layers, strict=True):
             residual = layer(residual, step, state)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.dist.token_owners import TokenOwners
 from engine.dist.token_shards import TokenShards
 from engine.kernels.compress import compress
 from engine.kernels.cut_silu import cut_silu
@@ -45,6 +46,12 @@ def layer_shapes(spec: V4Layers) -> tuple[LayerShape, ...]:
     return tuple(shapes)
 
 
+def dealt_numbers(spec: V4Layers) -> int:
+    """Numbers of attention's weights that ranks deal where they share its heads."""
+    heads, low = spec.num_heads * spec.head_dim, spec.o_groups * spec.o_rank
+    return spec.num_layers * (heads * (spec.q_rank + spec.o_rank) + spec.hidden_size * low)
+
+
 class RopeTables:
     """Cosines and sines of a stack's two ropes, by position."""
 
@@ -72,9 +79,9 @@ class RopeTables:
 
 @dataclass(frozen=True)
 class V4Step:
-    """What every layer of one forward needs. T tokens."""
+    """What every layer of one forward needs. T tokens; where ranks hold requests, T' own ones."""
 
-    token_ids: torch.Tensor  # [T] int64
+    token_ids: torch.Tensor  # [T] int64, of the whole batch: experts see all of it
     positions: torch.Tensor  # [T] int64
     batch: AttentionBatch
     state: RollingState
@@ -82,7 +89,7 @@ class V4Step:
     block: bool = False
     """Are these draft blocks?"""
 
-    shards: TokenShards | None = None
+    shards: TokenShards | TokenOwners | None = None
     """Who holds which tokens' streams; None: every rank all of them."""
 
     handed: Handed = field(default_factory=Handed)
@@ -300,7 +307,7 @@ class V4Block:
     ) -> None:
         """Read one layer under `prefix`, e.g. `layers.0.`."""
         self.spec, self.ranks = spec, weights.at.ranks
-        self.attention = V4Attention(spec, layer, weights, f"{prefix}attn.")
+        self.attention = V4Attention(spec, layer, weights.for_attention, f"{prefix}attn.")
         self.experts = V4Experts(spec, layer, weights, f"{prefix}ffn.", vocab_size)
         self.attention_norm = weights.take(f"{prefix}attn_norm.weight", spec.hidden_size)
         self.experts_norm = weights.take(f"{prefix}ffn_norm.weight", spec.hidden_size)
@@ -323,8 +330,22 @@ class V4Block:
             return self.experts(x, step.token_ids)
 
         shards = step.shards
-        residual = self._around(attend, residual, self.attention_mix, self.attention_norm, shards)
-        return self._around(think, residual, self.experts_mix, self.experts_norm, shards)
+        # who holds the state of a request has all heads, too: nothing to exchange
+        alone = isinstance(shards, TokenOwners)
+        attention = attend if alone else self._shared(attend, shards)
+        residual = self._around(attention, residual, self.attention_mix, self.attention_norm)
+        experts = self._shared(think, shards)
+        return self._around(experts, residual, self.experts_mix, self.experts_norm)
+
+    def _shared(
+        self,
+        sublayer: Callable[[torch.Tensor], torch.Tensor],
+        shards: TokenShards | TokenOwners | None,
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A sublayer of all tokens, which ranks do parts of, from and to where streams are held."""
+        if shards is None:
+            return lambda x: self.ranks.all_reduce(sublayer(x))
+        return lambda x: shards.sum(sublayer(shards.gather(x)))
 
     def _around(
         self,
@@ -332,18 +353,13 @@ class V4Block:
         residual: Residual,
         mix: MixWeights,
         norm: torch.Tensor,
-        shards: TokenShards | None,
     ) -> Residual:
-        """Into a sublayer of all tokens, which ranks do parts of, and back into the streams."""
+        """Into a sublayer and back into the streams."""
         streams, before = residual
         pre, post, comb = self._mix(streams, mix)
         used = before if self.spec.delayed else pre
         x = streams[:, 0] if used is None else hc_collapse(streams, used)
-        x = rms_norm(x, norm, self.spec.norm_eps)
-        if shards is None:
-            y = self.ranks.all_reduce(sublayer(x))
-        else:
-            y = shards.sum(sublayer(shards.gather(x)))
+        y = sublayer(rms_norm(x, norm, self.spec.norm_eps))
         return Residual(hc_post(y, streams, post, comb), pre)
 
     def _mix(

@@ -167,6 +167,11 @@ class V4Weights:
         self._block = fp8_block
         self.folder = folder
 
+    @property
+    def for_attention(self) -> "V4Weights":
+        """The same, for a part that every rank may hold all of."""
+        return V4Weights(self._weights, self._has, self.at.attention, self._block, self.folder)
+
     def has(self, name: str) -> bool:
         """Is there a tensor of this released name, in any spelling?"""
         return any(self._has(each) for each in spellings(name))

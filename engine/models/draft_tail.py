@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from engine.dist.token_owners import TokenOwners
 from engine.dist.token_shards import TokenShards
 from engine.kernels.hc_collapse import hc_collapse
 
@@ -23,7 +24,7 @@ TailOrder = Literal["collapse first", "gather first"]
 def head_states(
     streams: torch.Tensor,
     pre: torch.Tensor,
-    shards: TokenShards | None,
+    shards: TokenShards | TokenOwners | None,
     order: TailOrder = "collapse first",
 ) -> torch.Tensor:
     """Collapse this rank's streams and gather everyone's.

@@ -1,9 +1,11 @@
 """The one place that tells families of networks apart: what builds them, and what they keep."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from engine.config import AttentionParallel
 from engine.errors import ConfigError
 from engine.kv.cache import PagedKV, bytes_per_block
 from engine.kv.rolling import RollingState
@@ -12,7 +14,7 @@ from engine.models.decoder import Decoder
 from engine.models.deepseek_v4 import DeepseekV4
 from engine.models.deepseek_v4_draft_config import of_drafter
 from engine.models.deepseek_v4_drafter import V4Drafter
-from engine.models.deepseek_v4_layers import layer_shapes
+from engine.models.deepseek_v4_layers import dealt_numbers, layer_shapes
 from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
 from engine.models.deepseek_v4_weights import V4Weights
 from engine.models.deepseek_v41_config import of_images
@@ -20,6 +22,8 @@ from engine.models.drafter import Drafter
 from engine.models.interface import AnyDraft, AnyTarget, Draft, State, Target
 from engine.models.layers import Placement
 from engine.models.shard import check_heads
+
+_V4_SPECS = V4TargetSpec, V4DraftSpec
 
 
 def build_target(spec: AnyTarget, weights: Any, at: Placement, num_positions: int) -> Target:
@@ -75,13 +79,16 @@ def belongs_elsewhere(spec: AnyTarget | AnyDraft, name: str) -> bool:
     return isinstance(spec, V4DraftSpec) and (not of_drafter(name) or of_images(name))
 
 
-def check_ranks(spec: AnyTarget | AnyDraft, size: int, whose: str) -> None:
+def check_ranks(
+    spec: AnyTarget | AnyDraft, size: int, whose: str, *, data_attention: bool = False
+) -> None:
     """Refuse a number of ranks that a network cannot be dealt to.
 
     Args:
         spec: The network.
         size: Ranks.
         whose: For the message: "the target" or "the draft".
+        data_attention: Do ranks share requests, not heads?
 
     Raises:
         ConfigError: Says which numbers of ranks would do.
@@ -89,14 +96,51 @@ def check_ranks(spec: AnyTarget | AnyDraft, size: int, whose: str) -> None:
     if isinstance(spec, TargetSpec | DraftSpec):
         check_heads(spec.layers, size, whose)
         return
+    if data_attention:
+        return  # experts go to any number of ranks
     groups, heads = spec.layers.o_groups, spec.layers.num_heads
     if groups % size:
         good = [str(n) for n in range(1, groups + 1) if groups % n == 0]
         raise ConfigError(
             f"-tp {size}: {whose} has {heads} heads in {groups} output groups, which cannot be "
             f"dealt to {size} ranks",
-            f"use -tp {' or '.join(good)}",
+            f"use -tp {' or '.join(good)}, or --attention-parallel data",
         )
+
+
+def shares_requests(
+    target: AnyTarget,
+    draft: AnyDraft | None,
+    asked: AttentionParallel,
+    size: int,
+    kept: Callable[[], int],
+    itemsize: int,
+) -> bool:
+    """Is attention data-parallel: requests dealt to ranks, not heads?
+
+    Args:
+        target: The target.
+        draft: The draft, if there is one.
+        asked: As the user has it.
+        size: Ranks.
+        kept: Bytes that all requests together take.
+        itemsize: Bytes of a number of attention's weights, at the most.
+
+    Raises:
+        ConfigError: It was asked for, and the target is not made for it.
+    """
+    if asked == "tensor" or (asked == "auto" and not isinstance(target, V4TargetSpec)):
+        return False
+    if not isinstance(target, V4TargetSpec):
+        raise ConfigError(
+            f"--attention-parallel data: {target.architecture} is dense, its heads are shared",
+            "leave it out; several engines share requests: --data-parallel-size",
+        )
+    if size == 1:
+        return False
+    weights = sum(dealt_numbers(s.layers) for s in (target, draft) if isinstance(s, _V4_SPECS))
+    # a rank more of weights against a rank less of what requests keep
+    return asked == "data" or weights * itemsize < kept()
 
 
 def block_size(spec: AnyTarget, asked: int) -> int:
@@ -147,8 +191,8 @@ def allocate(
 
     Args:
         spec: The network.
-        num_rows: Requests at once; one row more is made for padding.
-        num_blocks: KV blocks.
+        num_rows: Requests at once, of all ranks; one row more is made for padding.
+        num_blocks: KV blocks of this rank.
         kv_block_size: Tokens of each.
         most_queries: Tokens of a request that a round may write and the next reject.
         at: Dtype, device and ranks.
@@ -156,7 +200,7 @@ def allocate(
     kind: dict[str, Any] = {"dtype": at.dtype, "device": at.device}
     if isinstance(spec, V4TargetSpec | V4DraftSpec):
         shapes = layer_shapes(spec.layers)
-        sizes = num_rows + 1, num_blocks, kv_block_size, most_queries
+        sizes = at.held(num_rows) + 1, num_blocks, kv_block_size, most_queries
         return RollingState.allocate(shapes, *sizes, lookback=_lookback(spec), **kind)
     layers = spec.layers
     heads = at.share.layers(layers).num_kv_heads

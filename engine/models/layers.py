@@ -1,6 +1,6 @@
 """Decoder layers that target and draft share: attention, gated MLP, pre-norm residuals."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,6 +40,18 @@ class Placement:
     device: torch.device
     ranks: Collectives = field(default_factory=Solo)
     """What the network is dealt to."""
+
+    data_attention: bool = False
+    """Is attention whole on every rank, each for the requests that it holds the state of?"""
+
+    @property
+    def attention(self) -> "Placement":
+        """Where attention's weights go."""
+        return replace(self, ranks=Solo()) if self.data_attention else self
+
+    def held(self, num_reqs: int) -> int:
+        """Of so many requests, those that one rank has room for."""
+        return -(-num_reqs // self.ranks.size) if self.data_attention else num_reqs
 
     @property
     def share(self) -> Share:

@@ -1,11 +1,12 @@
 """Who is in a step, and where their KV lies."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.kernels.paged_attention import AttentionBatch, locate_kv
+from engine.kernels.own_tokens import own_tokens
+from engine.kernels.paged_attention import AttentionBatch, OwnPart, locate_kv
 from engine.sequence import Sequence
 
 
@@ -15,6 +16,23 @@ class Members:
 
     index: torch.Tensor  # [R] int64, their rows; padding points to the spare row
     sequences: Items[Sequence]  # without padding; read only for attention's CPU reference
+    most_owned: int = 0
+    """No rank holds more of them; 0 where ranks do not hold requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Who holds the state of which rows: row n is rank n % N's, as its row n // N."""
+
+    rank: int
+    size: int
+    spare: int
+    """The row of padding, which is nobody's."""
+
+    def local(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's own numbers of rows; of the spare one, its spare one."""
+        # row counts are rounded up on every rank, as the state's are
+        return torch.where(rows == self.spare, -(-self.spare // self.size), rows // self.size)
 
 
 def attention_batch(
@@ -55,3 +73,46 @@ def attention_batch(
         kv_index=tuple(kv_index),
         rows=members.index,
     )
+
+
+def dealt(
+    batch: AttentionBatch, members: Members, seats: Seats, num_tokens: int, most_tokens: int
+) -> AttentionBatch:
+    """Say what this rank holds of a step.
+
+    Args:
+        batch: As all ranks have it.
+        members: R requests.
+        seats: Who holds which rows.
+        num_tokens: T, padding included.
+        most_tokens: T', no rank's requests have more of them.
+    """
+    own = own_tokens(
+        members.index,
+        batch.cu_seqlens_q,
+        num_tokens,
+        rank=seats.rank,
+        size=seats.size,
+        spare=seats.spare,
+        most_requests=members.most_owned,
+        most_tokens=most_tokens,
+    )
+    request, real = own.request.clamp(min=0), own.request >= 0
+    rows = torch.where(real, members.index[request], seats.spare)
+    query_lens, kv_lens, kv_index = batch.query_lens, batch.kv_lens, batch.kv_index
+    if not rows.is_cuda:
+        held = members.index.tolist()[: len(query_lens)]
+        mine = [i for i, row in enumerate(held) if row % seats.size == seats.rank]
+        query_lens, kv_lens = tuple(query_lens[i] for i in mine), tuple(kv_lens[i] for i in mine)
+        kv_index = tuple(kv_index[i] for i in mine)
+    here = replace(
+        batch,
+        block_table=batch.block_table[request],
+        cu_seqlens_q=own.cu_seqlens,
+        seq_lens=torch.where(real, batch.seq_lens[request], 0),
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        kv_index=kv_index,
+        rows=seats.local(rows),
+    )
+    return replace(batch, own=OwnPart(seats.rank, own.token, own.place, here))

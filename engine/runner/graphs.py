@@ -29,6 +29,8 @@ class Needs(NamedTuple):
 
     sampled: bool
     filtered: bool
+    crowd: int = 0
+    """Where ranks hold requests: as many at most of one rank, if an even share is too few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Graphs:
         self._steps = steps
         spare, device = steps.rows.spare, steps.rows.device
         self._inputs = torch.full((1 + max_num_seqs,), spare, dtype=torch.int64, device=device)
-        self._drafts: dict[tuple[int, bool], DraftGraph] = {}
+        self._drafts: dict[tuple[int, bool, int], DraftGraph] = {}
         self._verifies: dict[Needs, dict[tuple[Path, int, int], VerifyGraph]] = {}
         self._pool: Any = None
         self._loaded: list[int] = []
@@ -94,7 +96,7 @@ class Graphs:
 
     def draft(self, plan: Plan, needs: Needs) -> DraftGraph:
         """The draft pass of a plan, captured if need be; that leaves padding in the buffer."""
-        key = plan.requests, needs.sampled
+        key = plan.requests, needs.sampled, needs.crowd
         if key not in self._drafts:
             self._drafts[key] = self._capture_draft(plan, needs)
         return self._drafts[key]
@@ -109,7 +111,7 @@ class Graphs:
     def _capture_draft(self, plan: Plan, needs: Needs) -> DraftGraph:
         steps = self._steps
         self.load([], plan)
-        members = self._members(plan)
+        members = self._members(plan, needs)
         graph, drafts = self._record(lambda: steps.draft(members, sampled=needs.sampled))
         return DraftGraph(graph, drafts, steps.last_confidence)
 
@@ -117,7 +119,7 @@ class Graphs:
         steps = self._steps
         drafts = None if plan.path == "plain" else self.draft(plan, needs).drafts
         self.load([], plan)
-        members, budget = self._members(plan), self._inputs[:1]
+        members, budget = self._members(plan, needs), self._inputs[:1]
         compact = plan.path == "compact"
 
         def verify() -> torch.Tensor:
@@ -132,8 +134,15 @@ class Graphs:
 
         return VerifyGraph(*self._record(verify))
 
-    def _members(self, plan: Plan) -> Members:
-        return Members(self._inputs[1 : 1 + plan.requests], ())
+    def _members(self, plan: Plan, needs: Needs) -> Members:
+        return Members(self._inputs[1 : 1 + plan.requests], (), self._most_owned(plan, needs))
+
+    def _most_owned(self, plan: Plan, needs: Needs) -> int:
+        """Slots that a rank has for its own requests; 0 where ranks hold none."""
+        owners = self._steps.net.num_owners
+        if owners == 1:
+            return 0
+        return min(max(-(-plan.requests // owners), needs.crowd), plan.requests)
 
     def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         # compile and fill caches outside the capture; padding writes the spare row only

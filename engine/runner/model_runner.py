@@ -66,7 +66,7 @@ class ModelRunner:
         with self.clock.phase("prefill"):
             sequences = [c.sequence for c in chunks]
             self._set_blocks(sequences)
-            members = Members(self._index(sequences), sequences)
+            members = self._members(sequences)
             hidden = self.steps.prefill(members, self._prompt(chunks))
             return Pending(self._place(chunks, hidden))
 
@@ -85,7 +85,7 @@ class ModelRunner:
             return None
         if self.graphs is None:
             with self.clock.phase("draft"):
-                return self._draft(Members(self._index(sequences), sequences))
+                return self._draft(self._members(sequences))
         with self.clock.capturing():
             captured = self.graphs.draft(plan, self._needs(sequences))
         self.graphs.load([s.row for s in sequences], plan)
@@ -106,7 +106,7 @@ class ModelRunner:
             [sequences, 2 + W (+ G)] int64, for `RoundResult.unpack`.
         """
         if self.graphs is None:
-            members, budget = Members(self._index(sequences), sequences), None
+            members, budget = self._members(sequences), None
             if plan.budget is not None:
                 budget = self.rows.upload(torch.tensor([plan.budget]))
             with self.clock.phase("verify"):
@@ -152,8 +152,27 @@ class ModelRunner:
     def _draft(self, members: Members) -> Drafts:
         return self.steps.draft(members, sampled=self._needs(members.sequences).sampled)
 
+    def _members(self, sequences: Items[Sequence]) -> Members:
+        return Members(
+            self._index(sequences), sequences, self._most([1] * len(sequences), sequences)
+        )
+
+    def _most(self, counts: Items[int], sequences: Items[Sequence]) -> int:
+        """The largest sum of counts over one rank's own sequences; 0 where ranks have none."""
+        owners = self.net.num_owners
+        if owners == 1:
+            return 0
+        sums = [0] * owners
+        for sequence, count in zip(sequences, counts, strict=True):
+            sums[sequence.row % owners] += count
+        return max(sums)
+
     def _needs(self, sequences: Items[Sequence]) -> Needs:
-        return Needs(self.steps.speculating, **_sampling_needs(sequences))
+        most, owners = self._most([1] * len(sequences), sequences), self.net.num_owners
+        # where requests are spread evenly a round's slots say it; else few numbers, not all
+        even = most <= -(-len(sequences) // owners)
+        crowd = 0 if even else min(1 << (most - 1).bit_length(), -(-self.rows.spare // owners))
+        return Needs(self.steps.speculating, **_sampling_needs(sequences), crowd=crowd)
 
     def _prompt(self, chunks: Items[Chunk]) -> Prompt:
         upload = self.rows.upload
@@ -166,6 +185,7 @@ class ModelRunner:
             upload(ends.int()),
             upload(torch.tensor([c.start + c.count for c in chunks]).int()),
             max(c.count for c in chunks),
+            self._most([c.count for c in chunks], [c.sequence for c in chunks]) or len(ids),
         )
 
     def _place(self, chunks: Items[Chunk], hidden: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from engine.kernels.slot_mapping import slot_mapping
 from engine.kernels.step_inputs import step_inputs
 from engine.kernels.verify_plan import survival_of, verify_lens
 from engine.models.interface import Draft, State, Target
-from engine.runner.batch import Members, attention_batch
+from engine.runner.batch import Members, Seats, attention_batch, dealt
 from engine.runner.owners import Owners, Sampling
 from engine.runner.rows import Rows
 from engine.runner.synthetic import synthesize, synthetic_survival
@@ -35,6 +35,14 @@ class Networks:
     ranks: Collectives = field(default_factory=Solo)
     """What both are dealt to."""
 
+    data_attention: bool = False
+    """Does each rank hold the state of its own requests alone, and all of attention's weights?"""
+
+    @property
+    def num_owners(self) -> int:
+        """Ranks that hold requests of their own; 1: all hold all of them."""
+        return self.ranks.size if self.data_attention else 1
+
 
 class Prompt(NamedTuple):
     """A ragged prefill. T tokens, R requests; all tensors on the device."""
@@ -44,6 +52,8 @@ class Prompt(NamedTuple):
     cu_seqlens_q: torch.Tensor  # [R+1] int32
     seq_lens: torch.Tensor  # [R] int32, KV tokens after this chunk
     max_query_len: int
+    most_tokens: int
+    """No rank's requests have more of them; T where ranks do not hold requests."""
 
 
 class Steps:
@@ -54,6 +64,9 @@ class Steps:
         self.net = networks
         self.rows = rows
         self.owners = Owners(networks.target, networks.draft, networks.ranks, rows.device)
+        self._seats: Seats | None = None
+        if networks.num_owners > 1:
+            self._seats = Seats(networks.ranks.rank, networks.ranks.size, rows.spare)
         self.speculating = networks.draft is not None
         """False: decode plainly, and make no draft context."""
 
@@ -81,6 +94,7 @@ class Steps:
             prompt.max_query_len,
             self.net.target_kv.kv_block_size,
         )
+        batch = self._deal(batch, members, len(prompt.token_ids), prompt.most_tokens)
         slots = self._slots(batch.block_table, prompt.positions, prompt.cu_seqlens_q)
         hidden, taps = self.net.target.forward(
             prompt.token_ids, prompt.positions, slots, batch, self.net.target_kv, self._taps()
@@ -139,6 +153,7 @@ class Steps:
             width,
             kv.kv_block_size,
         )
+        batch = self._deal(batch, members, num_reqs * width, members.most_owned * width)
         slots = self._slots(at.block_table, inputs.positions, inputs.cu_seqlens_q)
         hidden = draft.forward(inputs.token_ids, inputs.positions, slots, batch, kv)
         hidden = hidden.view(num_reqs, width, -1)[:, first:]
@@ -197,6 +212,7 @@ class Steps:
         batch = attention_batch(
             members, at.block_table, cu, seq_lens, width, self.net.target_kv.kv_block_size
         )
+        batch = self._deal(batch, members, num_tokens, members.most_owned * width)
         slots = self._slots(at.block_table, inputs.positions, cu)
         hidden, taps = self.net.target.forward(
             inputs.token_ids, inputs.positions, slots, batch, self.net.target_kv, self._taps()
@@ -224,6 +240,14 @@ class Steps:
     def _taps(self) -> tuple[int, ...]:
         draft = self.net.draft
         return draft.spec.taps if draft is not None and self.speculating else ()
+
+    def _deal(
+        self, batch: AttentionBatch, members: Members, num_tokens: int, most_tokens: int
+    ) -> AttentionBatch:
+        """The step's requests at the ranks that hold them, if any does."""
+        if self._seats is None:
+            return batch
+        return dealt(batch, members, self._seats, num_tokens, min(num_tokens, most_tokens))
 
     def _slots(
         self, block_table: torch.Tensor, positions: torch.Tensor, cu: torch.Tensor

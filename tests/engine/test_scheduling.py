@@ -248,7 +248,7 @@ def test_engine_measures_costs_once_and_only_as_far_as_needed(pair: tuple[Path, 
     after = dict(engine.stats.seconds)
     assert after.pop("warm-up") > before.pop("warm-up") > 0
     assert after == before, "measuring is not decoding"
-    assert engine._scheduler.pool.num_free == engine.limits.num_blocks
+    assert engine._scheduler.num_free_blocks == engine.limits.num_blocks
 
 
 def test_measuring_leaves_no_trace_in_outputs(
@@ -314,7 +314,7 @@ def test_measuring_what_rounds_cost_stops_where_memory_does(
 ) -> None:
     # sizes above 3 do not fit: the run used to end in the measurement's error
     engine = make_engine(*pair, verify="lagged", max_num_seqs=8)
-    real, free = engine.runner.verify, engine.decisions._meter._pool.num_free
+    real, free = engine.runner.verify, engine.decisions._meter._pools[0].num_free
 
     def verify(batch: Any, *rest: Any) -> Any:
         if len(batch) > 3:
@@ -327,4 +327,4 @@ def test_measuring_what_rounds_cost_stops_where_memory_does(
     assert table is not None
     assert table.max_requests == 2
     assert engine.prepare(8) is None  # known: not tried again
-    assert engine.decisions._meter._pool.num_free == free
+    assert engine.decisions._meter._pools[0].num_free == free

@@ -9,7 +9,7 @@ import torch
 from engine import Engine
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
-from engine.runner.graphs import Graphs
+from engine.runner.graphs import Graphs, Needs
 from engine.runner.rows import Rows
 from engine.spec.plan import Plan
 from engine.spec.tiers import Tiers
@@ -59,10 +59,10 @@ class HostGraphs(Graphs):
         values = [plan.budget or 0, *rows, *padding]
         self._inputs[: len(values)] = torch.tensor(values)
 
-    def _members(self, plan: Plan) -> Members:
+    def _members(self, plan: Plan, needs: Needs) -> Members:
         index = self._inputs[1 : 1 + plan.requests]
         present: Any = _Present(self._steps.rows, index)
-        return Members(index, present)
+        return Members(index, present, self._most_owned(plan, needs))
 
     def _record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
         replay = _Replay(body)

@@ -8,11 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.config import AttentionParallel
 from engine.errors import CheckpointError, ConfigError
 from engine.models import families
+from engine.models.deepseek_v4_layers import dealt_numbers
 from engine.models.deepseek_v4_names import spellings
 from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec, YarnRope
 from engine.models.draft_config import parse_draft
+from engine.models.interface import AnyTarget
 from engine.models.shapes import target_shape
 from engine.models.target_config import parse_target
 
@@ -209,13 +212,34 @@ def test_ranks_and_families_that_do_not_fit_are_named(tmp_path: Path) -> None:
         families.check_ranks(target, size, "the target")
     with pytest.raises(ConfigError, match=r"8 heads in 4 output groups") as refused:
         families.check_ranks(target, 3, "the target")
-    assert refused.value.hint == "use -tp 1 or 2 or 4"
+    assert refused.value.hint == "use -tp 1 or 2 or 4, or --attention-parallel data"
+    families.check_ranks(target, 3, "the target", data_attention=True)
     families.check_family(target, draft)
     dense = target_shape("shape:qwen3-8b")
     with pytest.raises(ConfigError, match="of different families"):
         families.check_family(dense, draft)
     assert families.block_size(target, 16) == 128, "a block holds whole windows"
     assert families.block_size(dense, 16) == 16
+
+
+def test_what_ranks_share_of_attention(tmp_path: Path) -> None:
+    """As asked; auto by memory: a copy of the weights against all that requests keep."""
+    folder = write(tmp_path, MTP)
+    target, draft = parse_target(folder), parse_draft(folder)
+    dense = target_shape("shape:qwen3-8b")
+
+    def shared(spec: AnyTarget, asked: AttentionParallel, size: int, kept: int) -> bool:
+        return families.shares_requests(spec, draft, asked, size, lambda: kept, 2)
+
+    weights = 2 * (dealt_numbers(target.layers) + dealt_numbers(draft.layers))
+    assert [shared(target, "auto", 2, weights + n) for n in (-1, 0, 1)] == [False, False, True]
+    assert shared(target, "data", 2, 0)
+    assert not shared(target, "data", 1, 0), "one rank has all requests anyway"
+    assert not shared(target, "tensor", 2, 1 << 50)
+    assert not shared(dense, "auto", 2, 1 << 50)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is dense") as refused:
+        shared(dense, "data", 2, 0)
+    assert "--data-parallel-size" in str(refused.value.hint)
 
 
 def test_spellings_of_names() -> None:
