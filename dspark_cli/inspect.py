@@ -251,8 +251,8 @@ def _memory(plan: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
                 f"{human(per_token['draft'])} a token{_per_request(part)}",
             ),
         ]
-        if "gpus" in part:
-            rows.append(("  GPUs", _gpus(part)))
+        for layout, found in part.get("attention_parallel", {}).items():
+            rows.append((f"  GPUs, {layout}", _gpus(part, found)))
     return title, rows
 
 
@@ -263,12 +263,14 @@ def _per_request(part: dict[str, Any]) -> str:
     return f", {human(each['target'])} + {human(each['draft'])} a request"
 
 
-def _gpus(part: dict[str, Any]) -> str:
-    """Of GB, as their makers count them."""
-    size, each = f"{part['gpu_bytes'] / 1e9:.0f} GB", f"{part['bytes_each'] / 1e9:.1f} GB"
-    if part["gpus"] is None:
+def _gpus(part: dict[str, Any], found: dict[str, Any]) -> str:
+    """With one `--attention-parallel`; of GB, as their makers count them."""
+    size = f"{part['gpu_bytes'] / 1e9:.0f} GB"
+    weights, kept = (f"{found[n] / 1e9:.1f}" for n in ("weight_bytes_each", "kv_bytes_each"))
+    each = f"{found['bytes_each'] / 1e9:.1f} GB ({weights} weights, {kept} requests)"
+    if found["gpus"] is None:
         return f"more of {size} than its heads can be dealt to: at the most, {each} each"
-    return f"{part['gpus']} of {size}, {each} on each of at most {part['usable']:.0%}"
+    return f"{found['gpus']} of {size}, {each} on each of at most {part['usable']:.0%}"
 
 
 def _count(found: dict[str, Any], what: str) -> str:

@@ -95,6 +95,8 @@ def weight_bytes(
     draft: V4DraftSpec | None,
     dtype: torch.dtype,
     size: int = 1,
+    *,
+    data_attention: bool = False,
 ) -> dict[str, int]:
     """Bytes of weights that one of `size` ranks holds.
 
@@ -104,8 +106,9 @@ def weight_bytes(
         draft: The drafter in it, if it is to be held.
         dtype: Of weights that are not packed.
         size: Ranks.
+        data_attention: Do they share requests, not heads?
     """
-    at = Placement(dtype, torch.device("meta"), _Seat(size))
+    at = Placement(dtype, torch.device("meta"), _Seat(size), data_attention)
     with (weights := _Scales(folder)):
         network = families.build_target(target, weights, at, 1)
         found = {"target": weights.nbytes, "draft": 0}
@@ -132,25 +135,46 @@ def gpus_needed(
     target: V4TargetSpec,
     draft: V4DraftSpec | None,
     dtype: torch.dtype,
-    state: float,
+    num_reqs: int,
+    request: float,
+    whole: int,
 ) -> dict[str, Any]:
-    """The smallest number of GPUs that weights and requests fit on.
+    """The smallest number of GPUs that weights and requests fit on, by what ranks share.
 
     Args:
         folder: The checkpoint.
         target: What it is.
         draft: Its drafter, if it is to be held.
         dtype: Of weights that are not packed.
-        state: Bytes of requests, which every rank holds in full.
+        num_reqs: Requests at once.
+        request: Bytes of one.
+        whole: Bytes of weights of one rank alone.
 
     Returns:
-        `gpus` (None where no number that the heads can be dealt to is enough), `bytes_each` at
-        that number, and what a GPU holds.
+        What a GPU holds, and by `--attention-parallel`: `gpus` (None where no number that the heads
+        can be dealt to is enough), and what each has of weights and of requests at that number.
     """
     groups = target.layers.o_groups
-    each = 0.0
-    for size in (n for n in range(1, groups + 1) if groups % n == 0):
-        each = sum(weight_bytes(folder, target, draft, dtype, size).values()) + state
-        if each <= GPU_BYTES * USABLE:
-            return {"gpus": size, "bytes_each": each, "gpu_bytes": GPU_BYTES, "usable": USABLE}
-    return {"gpus": None, "bytes_each": each, "gpu_bytes": GPU_BYTES, "usable": USABLE}
+    sizes = [n for n in range(1, groups + 1) if groups % n == 0]
+
+    def layout(*, data: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for size in sizes:
+            how: dict[str, Any] = {"size": size, "data_attention": data}
+            held = whole
+            if size > 1:  # a pass over all headers takes seconds
+                held = sum(weight_bytes(folder, target, draft, dtype, **how).values())
+            kept = (-(-num_reqs // size) if data else num_reqs) * request
+            fits = held + kept <= GPU_BYTES * USABLE
+            found = {
+                "gpus": size if fits else None,
+                "weight_bytes_each": held,
+                "kv_bytes_each": kept,
+                "bytes_each": held + kept,
+            }
+            if fits:
+                break
+        return found
+
+    layouts = {"tensor": layout(data=False), "data": layout(data=True)}
+    return {"gpu_bytes": GPU_BYTES, "usable": USABLE, "attention_parallel": layouts}

@@ -265,14 +265,14 @@ def _plan_v4(
         kept = {"target": v4.state_bytes(spec, queries, dtype), "draft": (0, 0.0)}
         if drafter is not None:
             kept["draft"] = v4.state_bytes(drafter, queries, dtype)
-        kv = seqs * sum(row + token * length for row, token in kept.values())
+        each = sum(row + token * length for row, token in kept.values())
         plan[name] = {
             "weight_bytes": weights,
             "kv_bytes_per_token": {n: token for n, (_, token) in kept.items()},
             "kv_bytes_per_request": {n: row for n, (row, _) in kept.items()},
-            "kv_bytes": kv,
-            "total_bytes": sum(weights.values()) + kv,
-            **v4.gpus_needed(found.folder, spec, drafter, dtype, kv),
+            "kv_bytes": seqs * each,
+            "total_bytes": sum(weights.values()) + seqs * each,
+            **v4.gpus_needed(found.folder, spec, drafter, dtype, seqs, each, sum(weights.values())),
         }
     return plan
 

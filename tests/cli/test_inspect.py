@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dspark_cli.dryrun import context_length
 from dspark_cli.inspect import human
 from dspark_cli.main import run
+from engine.deepseek_v4_inspection import gpus_needed, weight_bytes
+from engine.models.deepseek_v4_layers import dealt_numbers
+from engine.models.deepseek_v4_spec import V4DraftSpec, V4TargetSpec
+from engine.models.draft_config import parse_draft
+from engine.models.target_config import parse_target
 from tests.helpers.checkpoints import (
     edit_json,
     read_tensors,
@@ -228,7 +234,8 @@ def test_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "G = 4, anchor-first" in out
     assert "taps              h[2, 4] of 4 target layers" in out
     assert "Pair\n  fits" in out
-    assert "1 of 141 GB" in out
+    for layout in ("tensor", "data"):
+        assert re.search(rf"GPUs, {layout} +1 of 141 GB, 0.0 GB \(0.0 weights, 0.0 requests\)", out)
     code, out, _ = inspect(
         capsys, folder, folder, "--max-num-seqs", 3, "--max-model-len", 100, "--json"
     )
@@ -264,6 +271,29 @@ def test_deepseek_v41(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     # windows of 8 + 5 in seven layers; 2 + 5 tokens that wait, with a value and a score of 16; and
     # the numbers of 2 + 5, for pairs and triples
     assert plan["kv_bytes_per_request"]["target"] == 4 * (7 * 13 * 16 + 7 * 2 * 16) + 8 * 7
+
+
+def test_gpus_by_what_they_share_of_attention(tmp_path: Path) -> None:
+    """Rows of large products, dealt or whole, and what is kept of requests, of all or a share."""
+    folder = write_deepseek_v4(tmp_path / "v4")
+    target, draft = parse_target(folder), parse_draft(folder)
+    assert isinstance(target, V4TargetSpec)
+    assert isinstance(draft, V4DraftSpec)
+    dealt = dealt_numbers(target.layers) + dealt_numbers(draft.layers)
+    sinks = 4 * (4 + 2)  # heads of layers and stages
+    found = [
+        sum(weight_bytes(folder, target, draft, torch.float32, 4, data_attention=data).values())
+        for data in (False, True)
+    ]
+    assert found[1] - found[0] == (dealt + sinks) * 4 * 3 // 4
+    many = gpus_needed(folder, target, draft, torch.float32, 7, 100e9, 0)["attention_parallel"]
+    assert many["tensor"]["gpus"] is None
+    assert many["tensor"]["kv_bytes_each"] == 700e9
+    assert many["data"]["gpus"] is None
+    assert many["data"]["kv_bytes_each"] == 200e9, "two of seven on one of four"
+    few = gpus_needed(folder, target, draft, torch.float32, 7, 50e9, 0)["attention_parallel"]
+    assert few["tensor"]["gpus"] is None
+    assert few["data"]["gpus"] == 4
 
 
 def test_deepseek_v4_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
