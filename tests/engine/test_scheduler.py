@@ -1,0 +1,73 @@
+"""Rows, KV blocks and prompt tokens by the rank that holds a request: row n is rank n % N's."""
+
+from engine.kv.blocks import BlockPool
+from engine.request import Request, SamplingParams
+from engine.scheduler import Chunk, Scheduler
+from engine.sequence import Sequence
+
+SIZE = 3
+
+
+def scheduler(blocks: int = 10, rows: int = 8, budget: int = 30) -> Scheduler:
+    pools = tuple(BlockPool(blocks) for _ in range(SIZE))
+    return Scheduler(pools, 4, rows, budget, 2, prefix_caching=False)
+
+
+def sequence(name: str, tokens: int) -> Sequence:
+    params = SamplingParams(max_tokens=8)
+    return Sequence(Request(request_id=name, prompt_token_ids=(5,) * tokens, params=params))
+
+
+def done(made: Scheduler, chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        made.advance(chunk.sequence, chunk.start + chunk.count)
+
+
+def test_newcomers_go_where_the_fewest_are() -> None:
+    made = scheduler()
+    many = [sequence(str(i), 1) for i in range(8)]
+    for each in many:
+        made.add(each)
+    done(made, made.prefill())
+    assert [s.row % SIZE for s in many] == [0, 1, 2, 0, 1, 2, 0, 1]
+    for i in (1, 4, 5):
+        made.retire(many[i])
+    later = [sequence(str(i), 1) for i in range(8, 11)]
+    for each in later:
+        made.add(each)
+    done(made, made.prefill())
+    assert [s.row % SIZE for s in later] == [1, 2, 1]
+    assert {s.row for s in made.running} == set(range(8)), "no row is given twice"
+
+
+def test_each_rank_computes_an_equal_part_of_a_prefill() -> None:
+    """A long prompt does not keep the others' ranks waiting, nor do they compute more for it."""
+    made = scheduler(blocks=20, budget=28)
+    many = [sequence("a", 25), sequence("b", 4), sequence("c", 13), sequence("d", 9)]
+    for each in many:
+        made.add(each)
+    chunks = made.prefill()
+    assert [(c.sequence.row % SIZE, c.count) for c in chunks] == [(0, 10), (1, 4), (2, 10), (1, 6)]
+    done(made, chunks)
+    chunks = made.prefill()
+    assert [(c.sequence.row % SIZE, c.count) for c in chunks] == [(0, 10), (2, 3), (1, 3)]
+
+
+def test_blocks_are_the_holders_and_the_youngest_of_them_gives_way() -> None:
+    made = scheduler(blocks=4)
+    many = [sequence(str(i), 4) for i in range(5)]  # two blocks each, of four of their rank's
+    for each in many:
+        made.add(each)
+    done(made, made.prefill())
+    assert [pool.num_free for pool in made.pools] == [0, 0, 2]
+    many[0].token_ids += [6] * 4
+    made.advance(many[0], 7)
+    assert [s.request.request_id for s in made.decoding()] == ["0", "1", "2", "4"]
+    assert many[3].row < 0, "the other one of rank 0; 4 is younger, but its blocks are no help"
+    assert [pool.num_free for pool in made.pools] == [1, 0, 2]
+    assert list(made.waiting) == [many[3]]
+    # rank 0 has no room for it; rank 2 has
+    chunks = made.prefill()
+    assert [(c.sequence.request.request_id, c.sequence.row % SIZE) for c in chunks] == [("3", 2)]
+    made.preempt_all()
+    assert made.num_free_blocks == SIZE * 4
