@@ -65,7 +65,8 @@ def bench_collectives(**values: Any) -> None:
     """Time the exchanges of a round between the processes of -tp, with their bytes and bandwidth.
 
     Base logits go to every process (all-gather) or to the owner of their request (all-to-all);
-    hidden states are summed twice a layer; a number goes from process 0 to all through the hosts.
+    hidden states are summed twice a layer, or go to the experts of a DeepSeek-V4 and back once; a
+    number goes from process 0 to all through the hosts.
     Only the model's shape is used, no weights are read. The table goes to stdout.
     """
     given = CollectivesOptions(**values)

@@ -17,6 +17,7 @@ from engine.dist.mapped import SIZES, Mapped
 from engine.dist.timing import milliseconds
 from engine.dist.torchrun import launched, resolve_size
 from engine.errors import ConfigError
+from engine.models.deepseek_v4_spec import V4TargetSpec
 
 _TOLD = 400  # messages: enough for a 99th percentile
 
@@ -52,6 +53,8 @@ class Shapes:
     dtype: str
     device: str
     requests: tuple[int, ...]
+    has_owners: bool = False
+    """Can ranks hold tokens of their own, which go to experts and back?"""
 
 
 def measure_exchanges(config: EngineConfig, requests: list[int]) -> tuple[str, list[Exchange]]:
@@ -79,6 +82,7 @@ def measure_exchanges(config: EngineConfig, requests: list[int]) -> tuple[str, l
         dtype=at.settings["dtype"],
         device=at.device.type,
         requests=tuple(requests),
+        has_owners=isinstance(plan.target, V4TargetSpec),
     )
     group = lead(size, at.device, config.all_reduce)
     try:
@@ -138,6 +142,18 @@ def _of_batch(
     hidden = torch.zeros(rows, shapes.hidden_size, dtype=dtype, device=device)
     moved = 2 * others * hidden.numel() // ranks.size
     yield exchange("hidden, all-reduce", hidden, moved, lambda: ranks.all_reduce(hidden))
+    if shapes.has_owners:
+        own = hidden[: -(-rows // ranks.size)].clone()
+        parts, sums = own.repeat(ranks.size, 1), own.repeat(ranks.size, 1)
+        moved = others * own.numel()
+        yield exchange("own tokens, all-gather", own, moved, lambda: ranks.all_gather(own))
+        yield exchange(
+            "experts' parts, all-to-all",
+            parts,
+            moved,
+            lambda: ranks.all_to_all_single(sums, parts),
+        )
+        return
     for way, body, received in _sums(ranks, hidden):
         yield exchange(f"hidden, sum and norm, {way}", hidden, received, body)
 

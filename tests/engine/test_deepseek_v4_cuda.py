@@ -80,6 +80,44 @@ def test_two_gpus_give_what_one_gives(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.multi_gpu
+def test_two_gpus_that_share_requests_give_what_one_gives(tmp_path: Path) -> None:
+    """From graphs and without; more of one GPU's than of the other's, and none; any plan."""
+    folder = write_deepseek_v4(tmp_path / "v4")
+    ids = prompts(6, longest=60)
+    # the first and every second one after it are one GPU's, and outlive the others
+    many = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(p),
+            params=SamplingParams(max_tokens=3 if i % 2 else 24),
+        )
+        for i, p in enumerate(ids)
+    ]
+    want = outputs(make_engine(folder, max_num_seqs=6), many)
+    how: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "float32",
+        "tensor_parallel_size": 2,
+        "attention_parallel": "data",
+        "max_num_seqs": 6,
+        "audit": True,
+    }
+    for settings in (
+        {"sharded_loop": "on"},
+        {"sharded_loop": "off", "enforce_eager": True},
+        {"max_num_batched_tokens": 7},
+        {"max_num_seqs": 1},
+    ):
+        engine = make_engine(folder, folder, **{**how, **settings})
+        assert outputs(engine, many) == want, settings
+        engine.close()
+    engine = make_engine(folder, folder, **how)
+    randomise(engine, 1)
+    assert outputs(engine, many) == want
+    engine.close()
+
+
 @pytest.mark.gpu
 def test_products_that_are_float32_of_bfloat16_inputs() -> None:
     x, weight = (torch.randn(n, 512, device="cuda").bfloat16() for n in (7, 96))
