@@ -1,5 +1,6 @@
 """Who is in a step, and where their KV lies."""
 
+import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import torch
 
 from engine.kernels.own_tokens import own_tokens
 from engine.kernels.paged_attention import AttentionBatch, OwnPart, locate_kv
+from engine.kernels.verify_plan import VerifyLens, verify_lens
 from engine.sequence import Sequence
 
 
@@ -33,6 +35,51 @@ class Seats:
         """This rank's own numbers of rows; of the spare one, its spare one."""
         # row counts are rounded up on every rank, as the state's are
         return torch.where(rows == self.spare, -(-self.spare // self.size), rows // self.size)
+
+    def within(
+        self,
+        planned: VerifyLens,
+        survival: torch.Tensor,
+        starts: torch.Tensor,
+        rows: torch.Tensor,
+        room: int,
+    ) -> VerifyLens:
+        """Of what a round verifies, as much as each rank has room for: its best drafts.
+
+        Whether a draft is verified still depends on nothing drafted with it or after it.
+
+        Args:
+            planned: Of the R requests.
+            survival: [R, G] float32.
+            starts: [R] int64, the anchors' positions.
+            rows: [R] int64.
+            room: T', tokens of a rank; no rank has more requests.
+        """
+        lens = torch.zeros_like(planned.lens)
+        for rank in range(self.size):
+            theirs = (planned.lens > 0) & (rows % self.size == rank)
+            drafts = (room - theirs.sum()).view(1)
+            lens += verify_lens(survival, starts, theirs, drafts).lens
+        lens = torch.minimum(lens, planned.lens)
+        return VerifyLens(lens, torch.where(lens > 0, starts + lens, 0).int())
+
+
+_MORE_THAN_ITS_SHARE = 1.25
+"""Drafts that a rank may verify, in even shares: what its requests have may be the better ones."""
+
+
+def own_room(num_reqs: int, num_tokens: int, width: int, most_owned: int) -> int:
+    """T', tokens that a rank has room for in a round; never fewer than its requests.
+
+    Args:
+        num_reqs: R, slots.
+        num_tokens: T >= R.
+        width: Tokens of a request at most.
+        most_owned: Requests of a rank at most.
+    """
+    whole = min(num_tokens, most_owned * width)
+    drafts = (num_tokens - num_reqs) * most_owned / num_reqs
+    return min(whole, most_owned + math.ceil(drafts * _MORE_THAN_ITS_SHARE))
 
 
 def attention_batch(

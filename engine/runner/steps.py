@@ -12,12 +12,13 @@ import torch
 from engine.dist.collectives import Collectives, Solo
 from engine.kernels.acceptance import Drafts
 from engine.kernels.commit import commit
+from engine.kernels.layout import Layout
 from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.slot_mapping import slot_mapping
 from engine.kernels.step_inputs import step_inputs
-from engine.kernels.verify_plan import survival_of, verify_lens
+from engine.kernels.verify_plan import VerifyLens, survival_of, verify_lens
 from engine.models.interface import Draft, State, Target
-from engine.runner.batch import Members, Seats, attention_batch, dealt
+from engine.runner.batch import Members, Seats, attention_batch, dealt, own_room
 from engine.runner.owners import Owners, Sampling
 from engine.runner.rows import Rows
 from engine.runner.synthetic import synthesize, synthetic_survival
@@ -205,14 +206,13 @@ class Steps:
         if budget is None or num_tokens is None:
             num_tokens = num_reqs * width
         else:
-            assert drafts.survival is not None
-            lens, seq_lens = verify_lens(drafts.survival, at.starts, at.lens > 0, budget)
+            lens, seq_lens = self._verified(members, drafts, at, budget, num_tokens)
         inputs = step_inputs(at.anchors, drafts.token_ids, at.starts, lens, num_tokens)
         cu = inputs.cu_seqlens_q
         batch = attention_batch(
             members, at.block_table, cu, seq_lens, width, self.net.target_kv.kv_block_size
         )
-        batch = self._deal(batch, members, num_tokens, members.most_owned * width)
+        batch = self._deal(batch, members, num_tokens, self._room(members, num_tokens, width))
         slots = self._slots(at.block_table, inputs.positions, cu)
         hidden, taps = self.net.target.forward(
             inputs.token_ids, inputs.positions, slots, batch, self.net.target_kv, self._taps()
@@ -247,7 +247,30 @@ class Steps:
         """The step's requests at the ranks that hold them, if any does."""
         if self._seats is None:
             return batch
-        return dealt(batch, members, self._seats, num_tokens, min(num_tokens, most_tokens))
+        return dealt(batch, members, self._seats, num_tokens, most_tokens)
+
+    def _verified(
+        self,
+        members: Members,
+        drafts: Drafts,
+        at: Layout,
+        budget: torch.Tensor,
+        num_tokens: int,
+    ) -> VerifyLens:
+        """The best drafts: `budget` of them, as far as ranks have room for their requests' ones."""
+        assert drafts.survival is not None
+        best = verify_lens(drafts.survival, at.starts, at.lens > 0, budget)
+        width = drafts.token_ids.shape[1] + 1
+        room = self._room(members, num_tokens, width)
+        if self._seats is None or room == members.most_owned * width:
+            return best
+        return self._seats.within(best, drafts.survival, at.starts, members.index, room)
+
+    def _room(self, members: Members, num_tokens: int, width: int) -> int:
+        """Tokens that a rank has room for; what no rank has more of, without a budget."""
+        if self._seats is None:
+            return num_tokens
+        return own_room(len(members.index), num_tokens, width, members.most_owned)
 
     def _slots(
         self, block_table: torch.Tensor, positions: torch.Tensor, cu: torch.Tensor
