@@ -22,6 +22,7 @@ from engine.models.layers import Placement
 from engine.runner.batch import Members
 from tests.helpers.checkpoints import write_target
 from tests.helpers.deepseek_v4 import write_deepseek_v4
+from tests.helpers.deepseek_v41 import write_deepseek_v41
 from tests.helpers.distributed import Ranks, run_ranks
 from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests, teach
 from tests.helpers.host_graphs import use_host_graphs
@@ -48,6 +49,9 @@ class Case:
     graphs: bool = False
     """Pad rounds as captured ones are."""
 
+    model: Path | None = None
+    """Another one than the rest's."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -65,7 +69,7 @@ def few_blocks(folder: Path, num_seqs: int, size: int) -> int:
 
 def cases(folder: Path, size: int) -> list[Case]:
     # all but the first rank's end early: then it has two requests, and the others none
-    params = [SamplingParams(max_tokens=3 if i % size else 12) for i in range(size + 2)]
+    params = [SamplingParams(max_tokens=2 if i % size else 12) for i in range(size + 2)]
     ids = [tuple(p) for p in prompts(size + 2, seed=3, longest=24)]
     greedy = [
         Request(request_id=str(i), prompt_token_ids=p, params=q)
@@ -86,12 +90,21 @@ def cases(folder: Path, size: int) -> list[Case]:
     ]
 
 
+def of_v41(folder: Path) -> Case:
+    """Entries and choices handed on, and n-grams across rounds: their rings are the owner's."""
+    model = write_deepseek_v41(folder / "v41")
+    hot = requests(prompts(2, seed=6, longest=12), HOT)
+    sampled = outputs(make_engine(model, model), hot)
+    return Case("V4.1", hot, sampled, {"max_num_seqs": 2, "sharded_loop": "on"}, model=model)
+
+
 def play(ranks: Ranks, folder: Path, many: list[Case]) -> None:
     told = ranks.group()  # of the test itself
     for case in many:
+        model = case.model or folder
         engine = make_engine(
-            folder,
-            folder,
+            model,
+            model,
             group=ranks.group(),
             attention_parallel="data",
             audit=True,
@@ -114,7 +127,7 @@ def play(ranks: Ranks, folder: Path, many: list[Case]) -> None:
             assert (engine.stats.preemptions > 0) == case.preempts, case.name
             assert engine.stats.kv_blocks_used == 0
             if case.name == "greedy":
-                assert engine.stats.acceptance_length > 1.5
+                assert engine.stats.acceptance_length > 1.2
                 again = {c.request.request_id: c for c in engine.run(case.many, speculate=False)}
                 assert {i: c.token_ids for i, c in again.items()} == want  # type: ignore[union-attr]
             engine.close()
@@ -191,10 +204,10 @@ def check_state(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4] if "DSPARK_FULL" in os.environ else [3])
-def test_tokens_are_those_of_one_rank(folder: Path, size: int) -> None:
+def test_tokens_are_those_of_one_rank(folder: Path, tmp_path: Path, size: int) -> None:
     """Plain, drafted, sampled; fewer requests than ranks, uneven ones; small chunks, preemption,
     any plan, and rounds padded as captured ones are."""
-    run_ranks(play, size, folder, cases(folder, size), timeout=240)
+    run_ranks(play, size, folder, [*cases(folder, size), of_v41(tmp_path)], timeout=240)
 
 
 def test_who_cannot_share_requests_is_told(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_tokens_lie_with_their_rows(seed: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     "lens", [[8], [0], [3, 1, 8, 2, 5, 0, 0], [1, 200, 0, 70], [6] * 11 + [0] * 9]
 )
