@@ -33,6 +33,9 @@ from engine.spec.planner import Decided
 from engine.telemetry import EngineStats, RoundRecord
 from engine.text import StopMatcher, Tokenizer
 
+_STARTERS = 16
+"""One in so many rows may stand empty until enough newcomers can start together."""
+
 
 class Engine:
     """Runs requests to completion, alone or as rank 0 of several processes."""
@@ -171,6 +174,7 @@ class Engine:
         try:
             more = True
             while True:
+                full = True
                 while more and scheduler.num_unfinished < width:
                     try:
                         request = next(source)
@@ -178,9 +182,12 @@ class Engine:
                         more = False
                         break
                     if request is None:
+                        full = False
                         break
                     if (failure := self._add(request)) is not None:
                         yield failure
+                # who waits for more to come must be sure that they do
+                self._start_together(width // _STARTERS if more and full else 0)
                 if scheduler.num_unfinished == 0 and not self._launched:
                     if not more:
                         return
@@ -255,6 +262,7 @@ class Engine:
         done: dict[str, Callable[..., object]] = {
             "step": self.step,
             "add": lambda request: self._add(Request.from_json(request)),
+            "together": self._start_together,
             "mode": lambda speculate, verify: self._set_mode(speculate=speculate, verify=verify),
             "prepare": self.prepare,
             "profile": self.profile,
@@ -423,6 +431,11 @@ class Engine:
             if result is not None:
                 self.decisions.learn(launch, result, np.array(going, dtype=bool), now)
         return finished
+
+    def _start_together(self, count: int) -> None:
+        if count != self._scheduler.together:
+            self._ranks.note("together", count)
+            self._scheduler.together = count
 
     def _set_mode(self, *, speculate: bool, verify: VerifyMode | None) -> None:
         """How rounds are decided from now on, while nothing runs."""

@@ -71,3 +71,32 @@ def test_blocks_are_the_holders_and_the_youngest_of_them_gives_way() -> None:
     assert [(c.sequence.request.request_id, c.sequence.row % SIZE) for c in chunks] == [("3", 2)]
     made.preempt_all()
     assert made.num_free_blocks == SIZE * 4
+
+
+def test_newcomers_start_together() -> None:
+    """Few of them wait for more, unless a long prompt fills a step, nobody is kept, or all is."""
+    pools = (BlockPool(1000),)
+    made = Scheduler(pools, 4, 64, 8192, 2, prefix_caching=False)
+    many = [sequence(str(i), 3) for i in range(64)]
+    for each in many:
+        made.add(each)
+    made.together = 4
+    done(made, made.prefill())
+    assert len(made.running) == 64, "nothing runs: nobody waits"
+    for i in range(3):
+        made.retire(many[i])
+        made.add(sequence(f"new {i}", 3))
+    assert not made.prefill()
+    made.retire(many[3])
+    made.add(sequence("new 3", 3))
+    chunks = made.prefill()
+    assert len(chunks) == 4
+    done(made, chunks)
+    made.retire(many[4])
+    made.add(sequence("long", 1024))
+    done(made, made.prefill())
+    assert len(made.running) == 64
+    made.retire(many[5])
+    made.add(sequence("last", 3))
+    made.together = 0
+    assert len(made.prefill()) == 1, "no more to come"

@@ -1,6 +1,7 @@
 """Rule 1 with scheduling: whatever is verified, drafted greedy output is plain greedy output."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +41,16 @@ def plain(pair: tuple[Path, Path]) -> dict[str, tuple[int, ...]]:
     return outputs(make_engine(pair[0], max_num_seqs=1), requests(prompts(12)))
 
 
+@pytest.fixture(scope="module")
+def target_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, tuple[int, ...]]]:
+    folder = write_target(tmp_path_factory.mktemp("alone") / "target", "Qwen3ForCausalLM")
+    many = requests(prompts(60, longest=6), max_tokens=9)
+    many = [replace(r, params=replace(r.params, max_tokens=1 + i % 9)) for i, r in enumerate(many)]
+    return folder, outputs(make_engine(folder, max_num_seqs=4), many)
+
+
 def cost_table(token: float, plain: float = 4.0) -> CostTable:
     """1 ms for a draft pass, `plain` for a step, `token` for each further token."""
     sizes = (1, 16)
@@ -50,6 +61,32 @@ def cost_table(token: float, plain: float = 4.0) -> CostTable:
         plain=tuple(Cell(r, r, plain, 0.0) for r in sizes),
         verify=tuple(Cell(r, r * (GAMMA + 1), plain + r * GAMMA * token, 0.0) for r in sizes),
     )
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+def test_rows_that_start_together_have_the_outputs_of_any(
+    target_alone: tuple[Path, dict[str, tuple[int, ...]]], asked_again: bool
+) -> None:
+    """32 rows, two newcomers at a time; and where no more may come yet, whoever is there."""
+    folder, want = target_alone
+    engine = make_engine(folder, max_num_seqs=32)
+    started: list[int] = []
+    real = engine.runner.start
+
+    def start(sequences: list[Any]) -> None:
+        started.append(len(sequences))
+        real(sequences)
+
+    engine.runner.start = start  # type: ignore[method-assign]
+    many = requests(prompts(60, longest=6), max_tokens=9)
+    many = [replace(r, params=replace(r.params, max_tokens=1 + i % 9)) for i, r in enumerate(many)]
+    source = (x for r in many for x in ((r, None) if asked_again else (r,)))
+    got = {c.request.request_id: c.token_ids for c in engine.run(source)}  # type: ignore[union-attr]
+    assert got == want
+    assert sum(started) == 60
+    if not asked_again:
+        assert started[0] == 32
+        assert min(started[1:-1]) >= 2
 
 
 def schedule(engine: Engine, mode: str, table: CostTable) -> None:
