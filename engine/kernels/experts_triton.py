@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import dependent, wait_for_inputs
-from engine.kernels.packed import FP8_BLOCK
 from engine.kernels.packed_layout import Laid
 from engine.kernels.packed_linear import (
     Tile,
     packed_arguments,
     packed_tile,
     runs_asm,
+    scale_inputs,
     scale_rows,
 )
 
@@ -188,9 +188,11 @@ def grouped_product(
         [M, N] in x's dtype, a row a pair as in `plan.order`; of pairs that are not here, anything.
     """
     if isinstance(weight, torch.Tensor):
-        given, columns, scale_n = (weight, weight.stride(0), weight, 0, 0), weight.shape[1], 0
+        given, columns = (weight, weight.stride(0), weight, 0, 0), weight.shape[1]
+        scale_n, block_k = 0, 0
     else:
-        given, columns, scale_n = packed_arguments(weight), weight.out_features, scale_rows(weight)
+        given, columns = packed_arguments(weight), weight.out_features
+        scale_n, block_k = scale_rows(weight), scale_inputs(weight)
     out = torch.empty((len(plan.order), columns), dtype=x.dtype, device=x.device)
     tile = tile_of(plan.block_m)
     _grouped_kernel[(len(plan.expert), triton.cdiv(columns, tile.n))](
@@ -207,7 +209,7 @@ def grouped_product(
         FROM=max(rows_from, 1),
         GATHER=rows_from > 0,
         PACKED=not isinstance(weight, torch.Tensor),
-        BLOCK_K=FP8_BLOCK,
+        BLOCK_K=block_k,
         SCALE_N=scale_n,
         ASM=runs_asm(x),
         BLOCK_M=tile.m,

@@ -49,7 +49,9 @@ def lay_out(packed: Packed) -> Laid:
     most = _MOST[packed.kind]
     large = packed.scale.dtype == torch.uint8 and int(packed.scale.max()) > most
     if packed.kind == "fp8":
-        return Packed("fp8", packed.weight, e8m0(packed.scale)) if large else packed
+        if large:
+            return Packed("fp8", packed.weight, e8m0(packed.scale), packed.block)
+        return packed
     if large:
         raise ValueError(f"scale: 2^{int(packed.scale.max()) - 127} is above 2^{most - 127}")
     if packed.weight.ndim == 2:

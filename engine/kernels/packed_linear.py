@@ -45,7 +45,7 @@ class PackedGroups:
         self.each, self.laid = list[PackedLinear](), None
         if each[0].weight.is_cuda:
             parts = torch.stack([m.weight for m in each]), torch.stack([m.scale for m in each])
-            self.laid = lay_out(Packed("fp8", *parts))
+            self.laid = lay_out(Packed("fp8", *parts, each[0].block))
         else:
             self.each = [PackedLinear(one) for one in each]
 
@@ -95,7 +95,7 @@ def packed_linear_triton(
     if isinstance(laid, PairedFp4):
         whole: Laid = PairedFp4(*one, laid.in_features)
     else:
-        whole = Packed("fp8", *one)
+        whole = Packed("fp8", *one, laid.block)
     return packed_groups_triton(x[:, None], whole, num_parts=num_parts)
 
 
@@ -126,7 +126,7 @@ def packed_groups_triton(
         N=columns,
         PARTS=parts,
         APART=apart,
-        BLOCK_K=FP8_BLOCK,
+        BLOCK_K=scale_inputs(laid),
         SCALE_N=scale_rows(laid),
         ASM=runs_asm(x),
         BLOCK_M=tile.m,
@@ -181,7 +181,12 @@ def packed_arguments(laid: Laid) -> tuple[torch.Tensor, int, torch.Tensor, int, 
 
 def scale_rows(laid: Laid) -> int:
     """Outputs that share a scale; 0: fp4, a row has its own."""
-    return 0 if isinstance(laid, PairedFp4) else FP8_BLOCK
+    return 0 if isinstance(laid, PairedFp4) else laid.block
+
+
+def scale_inputs(laid: Laid) -> int:
+    """Inputs of a step of a tile: those that share a scale, or a word of them."""
+    return FP8_BLOCK if isinstance(laid, PairedFp4) else laid.block
 
 
 def runs_asm(x: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from engine.errors import ConfigError
 from engine.kernels.experts import ExpertMatrices
 from engine.kernels.linear import Linear
-from engine.kernels.packed import FP4_GROUP, FP8_BLOCK, Packed, PackedKind, unpack
+from engine.kernels.packed import FP4_GROUP, FP8_BLOCK, Packed, PackedKind
 from engine.kernels.packed_linear import PackedGroups, PackedLinear
 from engine.kernels.wide_linear import WideLinear, wide_dtype
 from engine.models.deepseek_v4_names import spellings
@@ -314,16 +314,12 @@ class V4Weights:
             )
         size = self._block
         blocks = -(-rows // size), -(-columns // size)
-        packed = Packed(
+        return Packed(
             "fp8",
             self._raw(weight, (rows, columns), _FP8_STORED, part),
             self._raw(scale, blocks, _SCALES, _divided(part, (size, size), name)),
             size,
         )
-        if size != FP8_BLOCK and self.at.device.type == "cuda":
-            # kernels know blocks of 128 alone; unpacked, fp8 times a power of two is still exact
-            return unpack(packed).to(self.at.dtype)
-        return packed
 
     def _raw(
         self,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.kernels.packed import Packed, PackedKind, check_packed, e8m0, pack, unpack
+from engine.kernels.packed import FP8_BLOCK, Packed, PackedKind, check_packed, e8m0, pack, unpack
 from engine.kernels.packed_layout import lay_out
 from engine.kernels.packed_linear import (
     PackedGroups,
@@ -21,6 +21,18 @@ from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton
 # the interpreter truncates to bfloat16 where a GPU rounds
 LOW = torch.float16 if INTERPRETED else torch.bfloat16
 pytestmark = pytest.mark.usefixtures("poison")
+
+
+def made(kind: str, *shape: int) -> Packed:
+    """Random weights of "fp8", "fp8 float", "fp8 by 32" or "fp4"."""
+    block = 32 if "32" in kind else FP8_BLOCK
+    plain = torch.randn(shape)
+    return pack(plain, kind[:3], float_scale="float" in kind, block=block)  # type: ignore[arg-type]
+
+
+def on_device(packed: Packed) -> Packed:
+    weight, scale = packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE)
+    return Packed(packed.kind, weight, scale, packed.block)
 
 
 def test_every_e8m0_byte_is_its_power_of_two() -> None:
@@ -78,11 +90,10 @@ def test_packing_is_as_close_as_the_format() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", ["fp8", "fp8 float", "fp4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 float", "fp8 by 32", "fp4"])
 @pytest.mark.parametrize(("rows", "shape"), [(1, (130, 256)), (19, (64, 160)), (40, (72, 96))])
 def test_products(rows: int, shape: tuple[int, int], kind: str) -> None:
-    packed = pack(torch.randn(shape), kind[:3], float_scale="float" in kind)  # type: ignore[arg-type]
-    packed = Packed(packed.kind, packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE))
+    packed = on_device(made(kind, *shape))
     x = torch.randn(rows, shape[1], device=KERNEL_DEVICE)
     want = packed_linear_ref(x, packed)
     torch.testing.assert_close(packed_linear_triton(x, lay_out(packed)), want, atol=2e-4, rtol=1e-5)
@@ -92,11 +103,11 @@ def test_products(rows: int, shape: tuple[int, int], kind: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", ["fp8", "fp4"])
-def test_parts_of_a_sum(kind: PackedKind, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "fp8 by 32", "fp4"])
+def test_parts_of_a_sum(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of their own, or one after another: the same bits."""
-    packed = pack(torch.randn(72, 512), kind)
-    laid = lay_out(Packed(kind, packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE)))
+    packed = made(kind, 72, 512)
+    laid = lay_out(on_device(packed))
     x = torch.randn(19, 512, device=KERNEL_DEVICE)
     want = x @ unpack(packed).t().to(KERNEL_DEVICE)
     for num_parts in (2, 4):
@@ -109,22 +120,22 @@ def test_parts_of_a_sum(kind: PackedKind, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_triton
-def test_groups_of_inputs_have_a_matrix_each() -> None:
-    many = [pack(torch.randn(40, 160), "fp8") for _ in range(3)]
+@pytest.mark.parametrize("kind", ["fp8", "fp8 by 32"])
+def test_groups_of_inputs_have_a_matrix_each(kind: str) -> None:
+    many = [made(kind, 40, 160) for _ in range(3)]
     x = torch.randn(21, 3, 160)
     want = PackedGroups(many)(x)
-    laid = Packed("fp8", *(torch.stack([getattr(m, n) for m in many]) for n in ("weight", "scale")))
-    laid = Packed("fp8", laid.weight.to(KERNEL_DEVICE), laid.scale.to(KERNEL_DEVICE))
+    parts = (torch.stack([getattr(m, n) for m in many]) for n in ("weight", "scale"))
+    laid = on_device(Packed("fp8", *parts, many[0].block))
     got = packed_groups_triton(x.to(KERNEL_DEVICE), laid)
     torch.testing.assert_close(got.cpu(), want, atol=2e-4, rtol=1e-5)
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", ["fp8", "fp4"])
-def test_rows_have_the_same_bits_in_any_batch(kind: PackedKind) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "fp8 by 32", "fp4"])
+def test_rows_have_the_same_bits_in_any_batch(kind: str) -> None:
     """Tiles of other sizes add in the same order."""
-    packed = pack(torch.randn(96, 320), kind)
-    packed = Packed(packed.kind, packed.weight.to(KERNEL_DEVICE), packed.scale.to(KERNEL_DEVICE))
+    packed = on_device(made(kind, 96, 320))
     x = torch.randn(70, 320, device=KERNEL_DEVICE).to(LOW)
     whole = packed_linear_triton(x, lay_out(packed))
     for rows in (1, 17, 40):
