@@ -77,9 +77,10 @@ class Group:
         except RankError:
             raise
         except Exception as error:
-            lost = isinstance(error, RuntimeError) and self._watch is not None
-            if lost and (news := self._watch.hear()) is not None:  # type: ignore[union-attr]
-                raise news from error
+            if isinstance(error, RuntimeError) and self._watch is not None:
+                news = self._watch.hear()
+                if news is not None:
+                    raise news from error
             self.control.fail(error)
             raise
         self._halfway = False

@@ -5,6 +5,7 @@ owner-major order rank 0's requests come first, then rank 1's, ...; room that is
 request 0, whose results there nobody reads.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -67,8 +68,13 @@ class Ownership:
         L live requests, the first ones, have a row each and T - L more between them; rank 0 has
         most of them. Padding has none, so that a lone request in two slots may have all T.
         """
-        found = 0
-        for live in range(1, min(self.num_reqs, num_tokens) + 1):
-            mine = -(-live // self.size)
-            found = max(found, min(mine * most, mine + num_tokens - live))
-        return found
+        return _room(self.num_reqs, self.size, num_tokens, most)
+
+
+@lru_cache(maxsize=4096)  # rounds that are not captured ask every time
+def _room(num_reqs: int, size: int, num_tokens: int, most: int) -> int:
+    found = 0
+    for live in range(1, min(num_reqs, num_tokens) + 1):
+        mine = -(-live // size)
+        found = max(found, min(mine * most, mine + num_tokens - live))
+    return found

@@ -40,7 +40,7 @@ from tests.helpers.deepseek_v4 import (
 from tests.helpers.deepseek_v41 import write_deepseek_v41
 from tests.helpers.drafts import MASK
 from tests.helpers.engines import make_engine, outputs, prompts, record_drafts, requests, teach
-from tests.helpers.fed import AT, Fed, load
+from tests.helpers.fed import AT, Fed, feed_with_rejections, load
 from tests.helpers.reference import PlainTarget
 from tests.helpers.threads import ThreadRanks, on_threads
 
@@ -132,22 +132,7 @@ def test_rejected_drafts_undo_nothing(folder: Path, reference: PlainTarget) -> N
     truth = [[rng.randrange(4, 128) for _ in range(length + GAMMA + 1)] for _ in range(2)]
     want = [reference.states(ids)[1] for ids in truth]
     fed = Fed(network, 2, length + GAMMA + 1, GAMMA + 1)
-    at, begun = [3, 20], set()
-    fed.feed([(i, 0, truth[i][: at[i]]) for i in range(2)])
-    while min(at) < length - GAMMA:
-        live = [i for i in rng.sample(range(2), 2) if at[i] < length - GAMMA]
-        many, kept = [], []
-        for i in live:
-            good = rng.choice([1, 1, 2, 3, GAMMA + 1])
-            right = truth[i][at[i] : at[i] + good]
-            wrong = [rng.randrange(4, 128) for _ in range(GAMMA + 1 - good)]
-            many.append((i, at[i], right + wrong))
-            kept.append(good)
-            begun.add(at[i] % 8)
-        for (i, start, _), good, got in zip(many, kept, fed.feed(many), strict=True):
-            torch.testing.assert_close(got[:good], want[i][start : start + good], **TOLERANCE)
-            at[i] += good
-    assert begun == set(range(8))
+    assert feed_with_rejections(fed, rng, truth, want, GAMMA, TOLERANCE) == set(range(8))
 
 
 def test_drafts_are_what_the_checkpoint_means(folder: Path, reference: PlainTarget) -> None:

@@ -10,7 +10,7 @@ from engine.kernels.packed import Packed
 from tests.helpers.deepseek_v4 import GAMMA
 from tests.helpers.deepseek_v41 import PlainV41, write_deepseek_v41
 from tests.helpers.engines import make_engine, outputs, prompts, record_drafts, requests, teach
-from tests.helpers.fed import Fed, load
+from tests.helpers.fed import Fed, feed_with_rejections, load
 
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 IDS = [(7 * i * i + 3 * i) % 120 + 4 for i in range(120)]
@@ -106,22 +106,7 @@ def test_rejected_drafts_undo_nothing(folder: Path, plain: PlainV41) -> None:
     truth = [[rng.randrange(4, 128) for _ in range(length + GAMMA + 1)] for _ in range(2)]
     want = [plain.states(ids)[1].float() for ids in truth]
     fed = Fed(network, 2, length + GAMMA + 1, GAMMA + 1)
-    at, begun = [3, 20], set()
-    fed.feed([(i, 0, truth[i][: at[i]]) for i in range(2)])
-    while min(at) < length - GAMMA:
-        live = [i for i in rng.sample(range(2), 2) if at[i] < length - GAMMA]
-        many, kept = [], []
-        for i in live:
-            good = rng.choice([1, 1, 2, 3, GAMMA + 1])
-            right = truth[i][at[i] : at[i] + good]
-            wrong = [rng.randrange(4, 128) for _ in range(GAMMA + 1 - good)]
-            many.append((i, at[i], right + wrong))
-            kept.append(good)
-            begun.add(at[i] % 8)
-        for (i, start, _), good, got in zip(many, kept, fed.feed(many), strict=True):
-            torch.testing.assert_close(got[:good], want[i][start : start + good], **TOLERANCE)
-            at[i] += good
-    assert begun == set(range(8))
+    assert feed_with_rejections(fed, rng, truth, want, GAMMA, TOLERANCE) == set(range(8))
 
 
 def test_its_drafter_in_the_round(folder: Path, plain: PlainV41) -> None:

@@ -5,6 +5,7 @@ fed = Fed(network, 2, longest=140, most=5)
 first, second = fed.feed([(0, 0, ids), (1, 0, others)])     # logits
 """
 
+import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -92,3 +93,42 @@ class Fed:
         ids = torch.tensor([t for _, _, each in many for t in each])
         hidden, _ = self.network.forward(ids, places, places, batch, self.state)
         return list(self.network.logits(hidden).split(batch.query_lens))
+
+
+def feed_with_rejections(
+    fed: Fed,
+    rng: random.Random,
+    truth: list[list[int]],
+    want: list[torch.Tensor],
+    gamma: int,
+    tolerance: dict[str, float],
+) -> set[int]:
+    """Feed two sequences in ragged batches, any number of wrong tokens behind right ones.
+
+    Args:
+        fed: Rows 0 and 1 of it.
+        rng: Decides who is fed what.
+        truth: Their tokens, `gamma` + 1 more than are fed.
+        want: [length, H], what right tokens must bring.
+        gamma: Drafts of a round.
+        tolerance: Of the comparison.
+
+    Returns:
+        Positions modulo 8, the window, at which rounds began.
+    """
+    at, begun, last = [3, 20], set[int](), len(truth[0]) - 2 * gamma - 1
+    fed.feed([(i, 0, truth[i][: at[i]]) for i in range(2)])
+    while min(at) < last:
+        live = [i for i in rng.sample(range(2), 2) if at[i] < last]
+        many, kept = [], []
+        for i in live:
+            good = rng.choice([1, 1, 2, 3, gamma + 1])
+            right = truth[i][at[i] : at[i] + good]
+            wrong = [rng.randrange(4, 128) for _ in range(gamma + 1 - good)]
+            many.append((i, at[i], right + wrong))
+            kept.append(good)
+            begun.add(at[i] % 8)
+        for (i, start, _), good, got in zip(many, kept, fed.feed(many), strict=True):
+            torch.testing.assert_close(got[:good], want[i][start : start + good], **tolerance)
+            at[i] += good
+    return begun
