@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,18 @@ class Members:
     sequences: Items[Sequence]  # without padding; read only for attention's CPU reference
     most_owned: int = 0
     """No rank holds more of them; 0 where ranks do not hold requests."""
+
+
+class Needs(NamedTuple):
+    """What a captured step has to be able to do."""
+
+    speculating: bool
+    """Is draft context kept?"""
+
+    sampled: bool
+    filtered: bool
+    crowd: int = 0
+    """Where ranks hold requests: as many at most of one rank, if an even share is too few."""
 
 
 @dataclass(frozen=True, slots=True)

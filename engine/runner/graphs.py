@@ -3,34 +3,24 @@
 A graph replays fixed addresses: rows, caches, and one buffer that holds the verify budget and says
 which rows are in the round. A batch is padded with the spare row up to its tier. Graphs are
 captured when first needed, after a run with padding only, so that nothing is compiled or allocated
-while capturing.
+while capturing. Prefills have theirs in prefills.py.
 """
 
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from engine.kernels.acceptance import Drafts
-from engine.runner.batch import Members
+from engine.runner.batch import Members, Needs
+from engine.runner.prefills import Prefills
 from engine.runner.steps import Steps
+from engine.sequence import Sequence
 from engine.spec.plan import Path, Plan
 
 T = TypeVar("T")
-
-
-class Needs(NamedTuple):
-    """What a captured round has to be able to do."""
-
-    speculating: bool
-    """Is draft context kept?"""
-
-    sampled: bool
-    filtered: bool
-    crowd: int = 0
-    """Where ranks hold requests: as many at most of one rank, if an even share is too few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +59,13 @@ class Graphs:
         self._verifies: dict[Needs, dict[tuple[Path, int, int], VerifyGraph]] = {}
         self._pool: Any = None
         self._loaded: list[int] = []
+        self.prefills = Prefills(steps, self)
 
     @property
     def count(self) -> int:
         """Graphs captured so far."""
-        return len(self._drafts) + sum(map(len, self._verifies.values()))
+        rounds = len(self._drafts) + sum(map(len, self._verifies.values()))
+        return rounds + self.prefills.count
 
     def captured(self, needs: Needs) -> Set[tuple[Path, int, int]]:
         """Rounds that can be replayed: (path, requests, tokens)."""
@@ -83,6 +75,7 @@ class Graphs:
         """Forget all captured rounds, and let go of their memory."""
         self._drafts.clear()
         self._verifies.clear()
+        self.prefills.clear()
         self._pool, self._pool_bytes = None, 0
 
     def load(self, rows: Items[int], plan: Plan) -> None:
@@ -112,7 +105,7 @@ class Graphs:
         steps = self._steps
         self.load([], plan)
         members = self._members(plan, needs)
-        graph, drafts = self._record(lambda: steps.draft(members, sampled=needs.sampled))
+        graph, drafts = self.record(lambda: steps.draft(members, sampled=needs.sampled))
         return DraftGraph(graph, drafts, steps.last_confidence)
 
     def _capture_verify(self, plan: Plan, needs: Needs) -> VerifyGraph:
@@ -132,10 +125,15 @@ class Graphs:
                 num_tokens=plan.tokens if compact else None,
             )
 
-        return VerifyGraph(*self._record(verify))
+        return VerifyGraph(*self.record(verify))
 
     def _members(self, plan: Plan, needs: Needs) -> Members:
-        return Members(self._inputs[1 : 1 + plan.requests], (), self._most_owned(plan, needs))
+        index = self._inputs[1 : 1 + plan.requests]
+        return Members(index, self.present(index), self._most_owned(plan, needs))
+
+    def present(self, index: torch.Tensor) -> Items[Sequence]:
+        """Who will be at `index` in a replay, for attention's reference: kernels need not know."""
+        return ()
 
     def _most_owned(self, plan: Plan, needs: Needs) -> int:
         """Slots that a rank has for its own requests; 0 where ranks hold none."""
@@ -144,7 +142,8 @@ class Graphs:
             return 0
         return min(max(-(-plan.requests // owners), needs.crowd), plan.requests)
 
-    def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture what `body` launches, and where it leaves its results."""
         # compile and fill caches outside the capture; padding writes the spare row only
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -8,11 +8,12 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kernels.acceptance import Drafts
-from engine.runner.batch import Members
+from engine.runner.batch import Members, Needs
 from engine.runner.clock import Clock
-from engine.runner.graphs import Graphs, Needs
+from engine.runner.graphs import Graphs
 from engine.runner.out_of_memory import release_caches
 from engine.runner.pending import Pending
+from engine.runner.prefills import PrefillGraph
 from engine.runner.rows import Rows
 from engine.runner.steps import Networks, Prompt, Steps
 from engine.scheduler import Chunk
@@ -63,12 +64,30 @@ class ModelRunner:
             Per chunk that ends a fresh prompt, in order: 1 and the first output token, or 0 and
             anything where the logits are not finite.
         """
+        sequences = [c.sequence for c in chunks]
+        self._set_blocks(sequences)
+        if self.graphs is not None:
+            # of the prompts that end here, in their order: what they bring comes first
+            first = sorted(chunks, key=lambda c: not c.samples)
+            needs = self._needs([c.sequence for c in chunks if c.samples])
+            with self.clock.capturing():
+                captured = self.graphs.prefills.find(first, needs)
+            if captured is not None:
+                with self.clock.phase("prefill"):
+                    return self._replay(captured, first)
         with self.clock.phase("prefill"):
-            sequences = [c.sequence for c in chunks]
-            self._set_blocks(sequences)
             members = self._members(sequences)
             hidden = self.steps.prefill(members, self._prompt(chunks))
             return Pending(self._place(chunks, hidden))
+
+    def _replay(self, captured: PrefillGraph, chunks: Items[Chunk]) -> Pending:
+        """`prefill` from a graph; chunks that end fresh prompts come first."""
+        assert self.graphs is not None
+        self.graphs.prefills.load(captured, chunks)
+        captured.graph.replay()
+        self.first_logits = captured.logits
+        self._place_resumed(chunks)
+        return Pending(captured.result[: sum(c.samples for c in chunks)])
 
     def captured(self, sequences: Items[Sequence]) -> Set[tuple[Path, int, int]]:
         """Rounds of these sequences that can be replayed: (path, requests, tokens)."""
@@ -191,13 +210,7 @@ class ModelRunner:
     def _place(self, chunks: Items[Chunk], hidden: torch.Tensor) -> torch.Tensor:
         """First tokens [fresh prompts, 2], and the rows of all prompts that end here."""
         upload = self.rows.upload
-        resumed = [c.sequence for c in chunks if c.ends and not c.samples]
-        if resumed:
-            self.rows.place(
-                self._index(resumed),
-                upload(torch.tensor([s.prefill_end for s in resumed])),
-                upload(torch.tensor([s.token_ids[-1] for s in resumed])),
-            )
+        self._place_resumed(chunks)
         ends = torch.tensor([c.count for c in chunks]).cumsum(0)
         fresh = [i for i, c in enumerate(chunks) if c.samples]
         if not fresh:
@@ -211,6 +224,16 @@ class ModelRunner:
         )
         self.rows.place(index, lengths, result[:, 1])
         return result
+
+    def _place_resumed(self, chunks: Items[Chunk]) -> None:
+        """Rows of prompts that end here and had begun to decode before."""
+        resumed = [c.sequence for c in chunks if c.ends and not c.samples]
+        if resumed:
+            self.rows.place(
+                self._index(resumed),
+                self.rows.upload(torch.tensor([s.prefill_end for s in resumed])),
+                self.rows.upload(torch.tensor([s.token_ids[-1] for s in resumed])),
+            )
 
     def _set_blocks(self, sequences: Items[Sequence]) -> None:
         self.rows.set_blocks([s.row for s in sequences], [s.block_ids for s in sequences])

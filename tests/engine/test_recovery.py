@@ -55,7 +55,7 @@ class Trouble:
             "first_tokens": (runner.steps, "first_tokens"),
             "draft": (runner.steps, "draft"),
             "verify": (runner.steps, "verify"),
-            "capture": (runner.graphs, "_record"),
+            "capture": (runner.graphs, "record"),
             "results": (runner, "verify"),
         }[place]
         real: Callable[..., Any] = getattr(owner, name)

@@ -8,8 +8,7 @@ import torch
 
 from engine import Engine
 from engine.kernels.acceptance import Drafts
-from engine.runner.batch import Members
-from engine.runner.graphs import Graphs, Needs
+from engine.runner.graphs import Graphs
 from engine.runner.rows import Rows
 from engine.spec.plan import Plan
 from engine.spec.tiers import Tiers
@@ -45,9 +44,11 @@ class _Replay:
             old.copy_(value)
 
 
-def _tensors(x: torch.Tensor | Drafts) -> list[torch.Tensor]:
+def _tensors(x: torch.Tensor | Drafts | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         return [x]
+    if isinstance(x, tuple):
+        return list(x)
     return [t for t in (x.token_ids, x.logits, x.survival) if t is not None]
 
 
@@ -59,12 +60,10 @@ class HostGraphs(Graphs):
         values = [plan.budget or 0, *rows, *padding]
         self._inputs[: len(values)] = torch.tensor(values)
 
-    def _members(self, plan: Plan, needs: Needs) -> Members:
-        index = self._inputs[1 : 1 + plan.requests]
-        present: Any = _Present(self._steps.rows, index)
-        return Members(index, present, self._most_owned(plan, needs))
+    def present(self, index: torch.Tensor) -> Any:
+        return _Present(self._steps.rows, index)
 
-    def _record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
+    def record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
         replay = _Replay(body)
         return replay, replay.out
 
