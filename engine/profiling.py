@@ -187,13 +187,23 @@ class CostMeter:
         """Milliseconds, and the drafts that the next work of the batch is given."""
         self._place(batch, work.context)
         runner, plan = self._runner, work.plan
-        if work.draft:
-            return self._time(lambda: runner.draft(batch, plan))
-        given = None if plan.path == "plain" else drafts
-        return self._time(lambda: runner.verify(batch, plan, given))[0], drafts
+        whole = Plan("full", None, work.requests, work.requests * (self._gamma + 1))
 
-    def _time(self, work: Callable[[], T]) -> tuple[float, T]:
-        """Milliseconds between events on a CUDA device, else of the thread or of wall time."""
+        def ahead() -> object:
+            return runner.draft(batch, whole)
+
+        if work.draft:
+            return self._time(lambda: runner.draft(batch, plan), ahead)
+        given = None if plan.path == "plain" else drafts
+        return self._time(lambda: runner.verify(batch, plan, given), ahead)[0], drafts
+
+    def _time(self, work: Callable[[], T], ahead: Callable[[], object]) -> tuple[float, T]:
+        """Milliseconds between events on a CUDA device, else of the thread or of wall time.
+
+        Args:
+            work: What to time.
+            ahead: Keeps a device busy while `work` is launched.
+        """
         if not self._on_gpu:
             # what other programs take is not of the round; with several threads there is no
             # telling, and waits for other ranks are of it
@@ -203,6 +213,7 @@ class CostMeter:
             out = work()
             return (clock() - begin) * 1e3, out
         torch.cuda.synchronize()
+        ahead()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         out = work()
@@ -259,6 +270,7 @@ class CostMeter:
             batch.append(sequence)
         try:
             self._runner.start(batch)
+            self._runner.set_blocks(batch)  # a round brings few new ones, and none of these do
             yield batch
         finally:
             for sequence in batch:

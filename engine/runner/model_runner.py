@@ -57,6 +57,10 @@ class ModelRunner:
             [r.noise_key for r in requests],
         )
 
+    def set_blocks(self, sequences: Items[Sequence]) -> None:
+        """Copy to the rows which blocks the sequences have got since the last step."""
+        self.rows.set_blocks([s.row for s in sequences], [s.block_ids for s in sequences])
+
     def prefill(self, chunks: Items[Chunk]) -> Pending:
         """Compute prompt chunks; those that end their prompt are placed before their first round.
 
@@ -65,7 +69,7 @@ class ModelRunner:
             anything where the logits are not finite.
         """
         sequences = [c.sequence for c in chunks]
-        self._set_blocks(sequences)
+        self.set_blocks(sequences)
         if self.graphs is not None:
             # of the prompts that end here, in their order: what they bring comes first
             first = sorted(chunks, key=lambda c: not c.samples)
@@ -99,7 +103,7 @@ class ModelRunner:
         Returns:
             The drafts [slots, G], padding included, where the pass leaves them.
         """
-        self._set_blocks(sequences)
+        self.set_blocks(sequences)
         if plan.path == "plain":
             return None
         if self.graphs is None:
@@ -234,9 +238,6 @@ class ModelRunner:
                 self.rows.upload(torch.tensor([s.prefill_end for s in resumed])),
                 self.rows.upload(torch.tensor([s.token_ids[-1] for s in resumed])),
             )
-
-    def _set_blocks(self, sequences: Items[Sequence]) -> None:
-        self.rows.set_blocks([s.row for s in sequences], [s.block_ids for s in sequences])
 
     def _index(self, sequences: Items[Sequence]) -> torch.Tensor:
         return self.rows.upload(torch.tensor([s.row for s in sequences]))

@@ -288,6 +288,35 @@ def test_engine_measures_costs_once_and_only_as_far_as_needed(pair: tuple[Path, 
     assert engine._scheduler.num_free_blocks == engine.limits.num_blocks
 
 
+def test_no_measured_round_pays_for_the_blocks_of_a_whole_context(pair: tuple[Path, Path]) -> None:
+    """The first one did: 256 draft passes of 0.5 ms were told as 2.2 ms, and not made."""
+    engine = make_engine(*pair, max_num_seqs=6, verify="lagged")
+    rows, meter = engine.runner.rows, engine.decisions._meter
+    timed, late, told = False, 0, 0
+    set_blocks, time = rows.set_blocks, meter._time
+
+    def watched(of: list[int], blocks: list[list[int]]) -> None:
+        nonlocal late, told
+        new = any(rows._num_blocks[r] < len(ids) for r, ids in zip(of, blocks, strict=True))
+        told += new
+        late += new and timed
+        set_blocks(of, blocks)
+
+    def timing(*given: Any) -> Any:
+        nonlocal timed
+        timed = True
+        try:
+            return time(*given)
+        finally:
+            timed = False
+
+    rows.set_blocks = watched  # type: ignore[method-assign, assignment]
+    meter._time = timing  # type: ignore[method-assign]
+    engine.prepare()
+    assert told > 0
+    assert late == 0
+
+
 def test_measuring_leaves_no_trace_in_outputs(
     pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]]
 ) -> None:
