@@ -38,8 +38,12 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], Non
     """An engine with its weights."""
     with held_back():
         from engine.engine import Engine
+        from engine.garbage import settle
 
-    return Engine(config, on_progress=on_progress)
+    engine = Engine(config, on_progress=on_progress)
+    if engine.runner.rows.device.type == "cuda":
+        settle()
+    return engine
 
 
 def kernel_bench(config: EngineConfig, **sizes: Any) -> "Bench":

@@ -1,6 +1,7 @@
 """Results taken in: tokens to their sequences, rounds to the totals, ends to whoever asked."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from engine.outcomes import Output, complete, not_finite
 from engine.request import Round
@@ -102,6 +103,10 @@ def _record(sequence: Sequence, committed: int, kept: int, checked: int) -> Roun
     """A round that checked drafts, after the cut."""
     # a sequence that ended inside the drafts never output what follows
     drafted = kept if kept < committed else checked
-    found = Round(drafted, min(committed - 1, kept), kept)
+    found = _round(drafted, min(committed - 1, kept), kept)
     sequence.rounds.append(found)
     return found
+
+
+_round = lru_cache(maxsize=None)(Round)
+"""There are few kinds of rounds, and many of each."""

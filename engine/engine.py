@@ -459,7 +459,8 @@ class Engine:
                 retryable=False,
                 hint=error.hint,
             )
-        self._ranks.note("add", request.to_json())
+        if self._group.leads:
+            self._ranks.note("add", request.to_json())
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         stops = request.params.stop
         self._scheduler.add(

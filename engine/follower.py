@@ -81,8 +81,12 @@ def _follow(group: Any) -> None:
         return
     from engine.config import EngineConfig
     from engine.engine import Engine
+    from engine.garbage import settle
 
-    Engine(EngineConfig.from_json(told["engine"]), group=group).mirror()
+    engine = Engine(EngineConfig.from_json(told["engine"]), group=group)
+    if engine.runner.rows.device.type == "cuda":
+        settle()
+    engine.mirror()
 
 
 def _report(descriptor: int, error: BaseException) -> None:

@@ -1,7 +1,7 @@
 """What a caller asks for and gets back; host data only."""
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -105,7 +105,8 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, for another process."""
-        return asdict(self)
+        # not asdict: it would copy the prompt token by token
+        return {**_fields(self), "params": _fields(self.params)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Request":
@@ -115,6 +116,10 @@ class Request:
             params[name] = tuple(params[name])
         ids = tuple(value["prompt_token_ids"])
         return cls(**{**value, "prompt_token_ids": ids, "params": SamplingParams(**params)})
+
+
+def _fields(made: Any) -> dict[str, Any]:
+    return {f.name: getattr(made, f.name) for f in fields(made)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,9 @@ class Sequence:
     _ends: frozenset[int] | None = None
     """Tokens that end it, once it has been given any."""
 
+    _longest: int = 0
+    """Tokens at which it ends, prompt included; the same."""
+
     def __post_init__(self) -> None:
         """Start from the prompt."""
         self.token_ids = list(self.request.prompt_token_ids)
@@ -79,19 +82,14 @@ class Sequence:
         """Has it an anchor, and KV for everything before it?"""
         return self.num_computed >= self.prefill_end
 
-    def room(self, max_model_len: int) -> int:
-        """Tokens it may still add; >= 1 while it runs."""
-        return min(
-            self.request.params.max_tokens - self.num_output, max_model_len - len(self.token_ids)
-        )
-
     def full_digests(self, num_tokens: int, kv_block_size: int) -> list[bytes]:
         """Digests of the blocks that the first `num_tokens` tokens fill."""
-        while len(self.digests) < num_tokens // kv_block_size:
+        count = num_tokens // kv_block_size
+        while len(self.digests) < count:
             begin = len(self.digests) * kv_block_size
             parent = self.digests[-1] if self.digests else ROOT
             self.digests.append(chain_digest(parent, self.token_ids[begin : begin + kv_block_size]))
-        return self.digests[: num_tokens // kv_block_size]
+        return self.digests[:count]
 
     def commit(
         self, tokens: Tokens[int], eos_token_ids: frozenset[int], max_model_len: int
@@ -104,11 +102,13 @@ class Sequence:
         Returns:
             How many tokens were kept, and the end, if one came.
         """
-        params, room = self.request.params, self.room(max_model_len)
         if self._ends is None:
+            params = self.request.params
+            self._longest = min(self.num_prompt + params.max_tokens, max_model_len)
             self._ends = frozenset(params.stop_token_ids) | (
                 frozenset() if params.ignore_eos else eos_token_ids
             )
+        room = self._longest - len(self.token_ids)  # >= 1 while it runs
         if self.matcher is None and len(tokens) < room and self._ends.isdisjoint(tokens):
             self.token_ids += tokens
             return len(tokens), None

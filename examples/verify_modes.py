@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from engine import Completion, Engine, EngineConfig, Request, SamplingParams
+from engine.garbage import settle
 from engine.telemetry import ScheduleStats
 
 DEMO_PROMPTS = Path(__file__).parent / "demo" / "heldout.jsonl"
@@ -187,6 +188,7 @@ def main() -> None:
     )
     loaded = time.perf_counter() - begin
     spent = engine.prepare()
+    settle()
     print(f"loaded in {loaded:.1f} s, measured costs in {spent or 0:.1f} s", file=sys.stderr)
     rows = []
     print(HEADER)

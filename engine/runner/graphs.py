@@ -6,6 +6,7 @@ captured when first needed, after a run with padding only, so that nothing is co
 while capturing. Prefills have theirs in prefills.py.
 """
 
+import weakref
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ class Graphs:
         self._verifies: dict[Needs, dict[tuple[Path, int, int], VerifyGraph]] = {}
         self._pool: Any = None
         self._loaded: list[int] = []
-        self.prefills = Prefills(steps, self)
+        # no cycle: memory is to go when the last reference does
+        self.prefills = Prefills(steps, weakref.proxy(self))
 
     @property
     def count(self) -> int:

@@ -1,6 +1,9 @@
 """Prefills from graphs: padded, in another order, with first tokens and rows. Replayed on a CPU."""
 
+import gc
+import weakref
 from pathlib import Path
+from types import SimpleNamespace as Some
 from typing import Any
 
 import pytest
@@ -105,6 +108,20 @@ def test_a_size_is_captured_once_it_has_come_up_often(
     assert graphs.prefills.count == 0, "the memory of all captured steps can be had back"
 
 
+def test_a_lost_engines_memory_goes_at_once(pair: tuple[Path, Path]) -> None:
+    """Weights in a cycle would stay until the garbage collector comes."""
+    engine = make_engine(*pair)
+    gone = weakref.ref(use_host_graphs(engine).prefills)
+    weights = weakref.ref(engine.runner.net.target)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is None
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     ("width", "ranks", "tokens", "requests", "size"),
     [
@@ -120,8 +137,6 @@ def test_a_size_is_captured_once_it_has_come_up_often(
 )
 def test_sizes(width: int, ranks: int, tokens: int, requests: int, size: Size | None) -> None:
     """Long prefills of wide layers keep a GPU busy while they are launched."""
-    from types import SimpleNamespace as Some
-
     spec = Some(layers=Some(hidden_size=width))
     net = Some(target=Some(spec=spec), ranks=Some(size=ranks), num_owners=1)
     steps: Any = Some(net=net)
