@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from engine import worker
 from engine.dist.connect import lead
 from engine.dist.group import Group
 from engine.dist.token_shards import TokenShards
@@ -26,6 +25,7 @@ from engine.dist.torchrun import launched, resolve_size
 from engine.errors import ConfigError, DSparkError
 from engine.kernels.hc_post import hc_post
 from engine.models.draft_tail import TailOrder, head_states, received_bytes
+from engine.placing import device_of
 
 ORDERS: tuple[TailOrder, TailOrder] = ("gather first", "collapse first")
 _DTYPE = torch.bfloat16
@@ -99,7 +99,7 @@ def measure_collapse(
     size = resolve_size(ranks, launched())
     if size == 1:
         raise ConfigError("one rank gathers nothing", "give -tp 2 or more, or use torchrun")
-    at = worker.device_of(device)
+    at = device_of(device)
     on_gpu = at.type == "cuda"
     shapes = TailShapes(
         tokens=tokens,

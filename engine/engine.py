@@ -9,29 +9,26 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine import worker
+from engine.checkpoints import ignore_progress
 from engine.commits import Commits
 from engine.config import EngineConfig, VerifyMode
 from engine.dist.group import Group
 from engine.errors import CapacityError, ConfigError, DSparkError, RequestError
-from engine.kv.blocks import BlockPool
 from engine.lockstep import Lockstep, compare_limits, part
-from engine.models.families import shares_prefixes
 from engine.outcomes import Output, check_request
 from engine.planning import Decisions
 from engine.recovery import Shortage, Shrinking
 from engine.request import Request, RequestFailure, SamplingParams
 from engine.runner.loop_choice import choose_loop
-from engine.runner.model_runner import ModelRunner
 from engine.runner.out_of_memory import first_line, is_out_of_memory
 from engine.runner.pending import Launched, RoundResult
-from engine.runner.rows import Rows
-from engine.scheduler import Chunk, Scheduler
+from engine.scheduler import Chunk
 from engine.sequence import Sequence
 from engine.spec.cost_table import CostTable
 from engine.spec.planner import Decided
 from engine.telemetry import EngineStats, RoundRecord
 from engine.text import StopMatcher, Tokenizer
+from engine.worker import load, make_runner, make_scheduler
 
 _STARTERS = 16
 """One in so many rows may stand empty until enough newcomers can start together."""
@@ -60,8 +57,8 @@ class Engine:
         """
         begin = time.perf_counter()
         self.stats = EngineStats()
-        self._on_progress = on_progress or worker.ignore_progress
-        loaded = worker.load(config, self._on_progress, group)
+        self._on_progress = on_progress or ignore_progress
+        loaded = load(config, self._on_progress, group)
         self._group = loaded.group
         self._ranks = Lockstep(loaded.group)
         early = weakref.finalize(self, loaded.group.close)
@@ -74,27 +71,10 @@ class Engine:
         self.gamma = loaded.networks.num_speculative_tokens
         """Draft tokens a round; 0 without a draft."""
 
-        self._scheduler = Scheduler(
-            tuple(BlockPool(limits.num_blocks) for _ in range(loaded.networks.num_owners)),
-            limits.kv_block_size,
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            limits.lookahead,
-            prefix_caching=config.enable_prefix_caching
-            and shares_prefixes(loaded.networks.target.spec),
-        )
-        width = -(-(limits.max_model_len + limits.lookahead) // limits.kv_block_size)
-        self.runner = ModelRunner(
-            loaded.networks,
-            Rows(limits.max_num_seqs, width, loaded.at.device),
-            self.stats.seconds,
-            use_graphs=loaded.at.device.type == "cuda" and not config.enforce_eager,
-            overlapped=worker.overlaps(config, loaded.at.device),
-            graph_pool_bytes=limits.graph_pool_bytes,
-        )
+        self._scheduler = make_scheduler(config, loaded)
+        self.runner = make_runner(config, loaded, self.stats.seconds)
         early.detach()
         self._close = weakref.finalize(self, part, loaded.group, self.runner)
-        self.runner.steps.synthetic_acceptance = config.synthetic_acceptance
         steps, most = self.runner.steps, limits.max_num_seqs
         with loaded.group.step():
             compare_limits(loaded.group, limits, self.gamma)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine import worker
+from engine.checkpoints import plan_checkpoints
 from engine.config import EngineConfig
 from engine.dist.collectives import Collectives
 from engine.dist.connect import lead
@@ -18,6 +18,7 @@ from engine.dist.timing import milliseconds
 from engine.dist.torchrun import launched, resolve_size
 from engine.errors import ConfigError
 from engine.models.deepseek_v4_spec import V4TargetSpec
+from engine.placing import placement
 
 _TOLD = 400  # messages: enough for a 99th percentile
 
@@ -73,8 +74,8 @@ def measure_exchanges(config: EngineConfig, requests: list[int]) -> tuple[str, l
     size = resolve_size(config.tensor_parallel_size, launched())
     if size == 1:
         raise ConfigError("one rank exchanges nothing", "give -tp 2 or more, or use torchrun")
-    plan, _ = worker.plan_checkpoints(config)
-    at = worker.placement(config, plan.target)
+    plan, _ = plan_checkpoints(config)
+    at = placement(config, plan.target)
     shapes = Shapes(
         hidden_size=plan.target.layers.hidden_size,
         vocab_size=plan.target.vocab_size,

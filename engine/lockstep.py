@@ -12,8 +12,8 @@ from typing import Any
 from engine.audit import out_of_step
 from engine.dist.group import Group
 from engine.runner.model_runner import ModelRunner
+from engine.sizing import Limits
 from engine.spec.tiers import Tiers
-from engine.worker import Limits
 
 
 def compare_limits(group: Group, limits: Limits, gamma: int) -> None:

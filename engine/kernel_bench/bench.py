@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from engine import worker
+from engine.checkpoints import Plan, plan_checkpoints
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernel_bench.attention_cases import Asked, attention_case
@@ -24,6 +24,7 @@ from engine.kernel_bench.timing import Ceiling, measure_ceiling, seconds_a_call
 from engine.models.config import DraftSpec, TargetSpec
 from engine.models.deepseek_v4_spec import V4TargetSpec
 from engine.models.layers import Placement
+from engine.placing import placement, usable_cores
 
 COLD_BYTES = 3e8
 """Calls go round so much memory: several times what caches hold."""
@@ -72,7 +73,7 @@ class Bench:
     sizes: Sizes
     at: Placement
     ceiling: Ceiling
-    plan: worker.Plan
+    plan: Plan
 
     def about(self) -> dict[str, str]:
         """For whoever reads the numbers later."""
@@ -155,10 +156,10 @@ def prepare(config: EngineConfig, sizes: Sizes) -> Bench:
         ConfigError: The device is not there, or the checkpoints do not go together.
         CheckpointError: A checkpoint cannot be served.
     """
-    plan, _ = worker.plan_checkpoints(config)
-    at = worker.placement(config, plan.target)
+    plan, _ = plan_checkpoints(config)
+    at = placement(config, plan.target)
     if at.device.type == "cpu":
-        torch.set_num_threads(config.threads or worker.usable_cores())
+        torch.set_num_threads(config.threads or usable_cores())
     return Bench(config, sizes, at, measure_ceiling(at), plan)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, Request, SamplingParams, worker
+from engine.checkpoints import plan_checkpoints
 from engine.dist.group import Group
 from engine.errors import ConfigError
 from engine.kernels.paged_attention import AttentionBatch
@@ -20,6 +21,7 @@ from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4 import DeepseekV4
 from engine.models.layers import Placement
 from engine.runner.batch import Members
+from engine.sizing import bytes_of_block, bytes_of_rows
 from tests.helpers.checkpoints import write_target
 from tests.helpers.deepseek_v4 import write_deepseek_v4
 from tests.helpers.deepseek_v41 import write_deepseek_v41
@@ -61,10 +63,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_blocks(folder: Path, num_seqs: int, size: int) -> int:
     """Memory of a rank for the rings of its share of requests, and blocks for one or two."""
     config = EngineConfig(model=str(folder), draft=str(folder), device="cpu", kv_block_size=8)
-    plan, _ = worker.plan_checkpoints(config)
+    plan, _ = plan_checkpoints(config)
     at = Placement(torch.float32, torch.device("cpu"))
-    rows = worker.bytes_of_rows(plan, -(-num_seqs // size), at)
-    return rows + 13 * worker.bytes_of_block(config, plan, at)
+    rows = bytes_of_rows(plan, -(-num_seqs // size), at)
+    return rows + 13 * bytes_of_block(config, plan, at)
 
 
 def cases(folder: Path, size: int) -> list[Case]:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import EngineConfig, worker
+from engine import EngineConfig
+from engine.checkpoints import plan_checkpoints
 from engine.kernels.packed import Packed
 from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4 import DeepseekV4
@@ -24,6 +25,7 @@ from engine.models.draft_tail import TailOrder
 from engine.models.layers import Placement
 from engine.models.loader import Checkpoint
 from engine.models.target_config import parse_target
+from engine.sizing import bytes_of_block, bytes_of_rows
 from tests.helpers.checkpoints import read_tensors
 from tests.helpers.deepseek_v4 import (
     DELAYED,
@@ -172,9 +174,9 @@ def test_preempted_requests_begin_again(folder: Path, tmp_path: Path, version: s
 def _memory(folder: Path) -> int:
     """Memory for the rings of 5 requests, and blocks for two or three of them."""
     config = EngineConfig(model=str(folder), draft=str(folder), device="cpu", kv_block_size=8)
-    plan, _ = worker.plan_checkpoints(config)
-    blocks = 20 * worker.bytes_of_block(config, plan, AT)
-    return worker.bytes_of_rows(plan, 5, AT) + blocks
+    plan, _ = plan_checkpoints(config)
+    blocks = 20 * bytes_of_block(config, plan, AT)
+    return bytes_of_rows(plan, 5, AT) + blocks
 
 
 FIXTURES = Path(os.environ.get("DSPARK_FIXTURES", Path(__file__).parents[3] / "shared/fixtures"))

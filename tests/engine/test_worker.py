@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.worker import pick_threads
+from engine.placing import pick_threads
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.engines import make_engine
 
