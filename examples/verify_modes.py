@@ -35,6 +35,8 @@ class Pass:
     tokens: int
     outputs: dict[str, tuple[int, ...]]
     schedule: ScheduleStats
+    seconds: dict[str, float]
+    """By phase: the device's prefill, draft, verify; the host's wait, host, capture."""
 
 
 def parse() -> argparse.Namespace:
@@ -91,6 +93,7 @@ def encode(engine: Engine, row: dict[str, Any]) -> list[int]:
 def run_pass(engine: Engine, requests: list[Request], mode: str, width: int) -> Pass:
     engine.stats.schedule = ScheduleStats()
     engine.decisions._stats = engine.stats.schedule
+    before = dict(engine.stats.seconds)
     wall, cpu = time.perf_counter(), time.process_time()
     outputs = {}
     verify: Any = None if mode == "plain" else mode
@@ -99,7 +102,8 @@ def run_pass(engine: Engine, requests: list[Request], mode: str, width: int) -> 
         outputs[done.request.request_id] = done.token_ids
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     tokens = sum(map(len, outputs.values()))
-    return Pass(tokens / wall, tokens / cpu, tokens, outputs, engine.stats.schedule)
+    seconds = {name: spent - before.get(name, 0.0) for name, spent in engine.stats.seconds.items()}
+    return Pass(tokens / wall, tokens / cpu, tokens, outputs, engine.stats.schedule, seconds)
 
 
 def measure(engine: Engine, given: argparse.Namespace, width: int) -> dict[str, list[Pass]]:
@@ -135,6 +139,7 @@ def row_of(width: int, mode: str, passes: dict[str, list[Pass]]) -> dict[str, An
         "mean_budget": last.schedule.mean_budget,
         "padding_share": last.schedule.padding_share,
         "schedule": asdict(last.schedule),
+        "seconds": [{k: round(v, 4) for k, v in p.seconds.items() if v > 0} for p in made],
     }
 
 
