@@ -123,7 +123,9 @@ def _request(
     read = read_row(row, rules)
     if read.n != 1:
         raise RequestError(
-            "unsupported", f"n is {read.n}", "a benchmark makes one completion a row"
+            "unsupported",
+            f"n is {read.n}, and here a row has one completion",
+            "leave out n, in the rows that are given here",
         )
     ids = encode_prompt(read.prompt, tokenizer, template)
     return Request(request_id=str(raw.index), prompt_token_ids=ids, params=read.params)

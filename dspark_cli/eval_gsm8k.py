@@ -46,12 +46,21 @@ def gsm8k(**values: Any) -> None:
 as_parameters(gsm8k, Gsm8kOptions)
 
 
+def _shots(data: str) -> Any:
+    try:
+        return load(data).rows
+    except ConfigError as error:
+        raise ConfigError(
+            f"the examples of this preset: {error}", f"give them with --shots-data; {error.hint}"
+        ) from None
+
+
 def _run(given: Gsm8kOptions) -> int:
     preset, label = given.recipe()
     gates = given.gates()
     problems = load(given.data)
     chosen = choose(problems.rows, preset.sample, preset.seed)[: given.limit]
-    train = load(given.shots_data).rows if needs_training_rows(preset) else ()
+    train = _shots(given.shots_data) if needs_training_rows(preset) else ()
     prompts = make_prompts(preset, chosen, tested=problems.rows, train=train)
     notes = _notes(preset, problems)
     if given.rescore is not None:

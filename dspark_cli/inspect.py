@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dspark_cli import options
 from dspark_cli.parsers import size, whole
 from engine.inspection import DTYPE_BYTES, describe
 
@@ -41,6 +42,7 @@ def inspect(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: options.Debug = False,
 ) -> None:
     """Tell what a checkpoint is, whether a draft fits it, and what memory they take.
 

@@ -30,7 +30,9 @@ class Part:
     shard: Shard
     rows: Path
     errors: Path
-    header: dict[str, Any]
+    headers: list[dict[str, Any]]
+    """What its rows were made with: more than one if it was resumed with other settings."""
+
     complete: dict[str, Any] | None
     """What the shard had read and written when it was finished; None if it never was."""
 
@@ -50,11 +52,16 @@ class Part:
                 f"there is no {paths.journal}, which says how {path} was made",
                 "keep the journals of the shards beside their outputs",
             )
-        header, complete = read_run(paths.journal)
-        if header is None or "shard" not in header:
+        headers, complete = read_run(paths.journal)
+        if not headers or "shard" not in headers[-1]:
             raise ConfigError(f"{path} is not the output of a run with --shard", "leave it out")
-        number, count = (int(part) for part in header["shard"].split("/"))
-        return cls(Shard(number, count), paths.rows, paths.errors, header, complete)
+        number, count = (int(part) for part in headers[-1]["shard"].split("/"))
+        return cls(Shard(number, count), paths.rows, paths.errors, headers, complete)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What it was last run with."""
+        return self.headers[-1]
 
 
 def check_parts(parts: list[Part]) -> list[str]:
@@ -68,11 +75,13 @@ def check_parts(parts: list[Part]) -> list[str]:
     """
     wrong = _wrong_set(parts)
     notes: list[str] = []
-    for part in parts[1:]:
+    made = [(part, header) for part in parts for header in part.headers]
+    for part, header in made:
         for names, found in ((_SAME, wrong), (_FREE, notes)):
-            for change in changes(parts[0].header, part.header, names):
+            for change in changes(parts[0].header, header, names):
                 if "auto" not in (change.then, change.now):  # no row of it needed an engine
-                    found.append(_between(change.name, change.then, parts[0], change.now, part))
+                    text = _between(change.name, change.then, parts[0], change.now, part)
+                    found.append(text + " before it was resumed" * (header is not part.header))
     wrong += _other_runs(parts)
     if wrong:
         raise _refuse("these are not all shards of one run", wrong)

@@ -292,24 +292,35 @@ class Journal:
         return Entry(self._offsets[at], Status(status), tokens, limit, self._data[at], newer)
 
 
-def read_run(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """What a journal says of its run, without reading its rows: its header, and `complete`.
+def read_run(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """What a journal says of its run, without reading its rows.
+
+    Returns:
+        Headers under which there are rows, and the last one in any case; and `complete`.
 
     Raises:
         ConfigError: It cannot be read, or is no journal.
     """
-    found: dict[str, dict[str, Any]] = {}
+    headers: list[dict[str, Any]] = []
+    complete, used = None, True
     try:
         with path.open("rb") as stream:
             for line in stream:
-                for kind, name in (("header", "run"), ("complete", "input")):
-                    if line.startswith(f'{{"type": "{kind}"'.encode()) and line.endswith(b"\n"):
-                        found[kind] = loads(line)[name]
+                if not line.endswith(b"\n"):
+                    continue
+                if line.startswith(b'{"type": "header"'):
+                    del headers[len(headers) - (not used) :]
+                    headers.append(loads(line)["run"])
+                    used = False
+                elif line.startswith(b'{"type": "complete"'):
+                    complete = loads(line)["input"]
+                else:
+                    used = True
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (RequestError, KeyError) as error:
         raise ConfigError(f"{path} is not a journal of dspark: {error}") from None
-    return found.get("header"), found.get("complete")
+    return headers, complete
 
 
 def data_key(data: Mapping[str, Any]) -> str:

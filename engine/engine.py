@@ -67,7 +67,7 @@ class Engine:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.limits = limits = loaded.limits
         self.max_model_len = loaded.limits.max_model_len
-        self._vocab_size = loaded.networks.target.spec.vocab_size
+        self.vocab_size = loaded.networks.target.spec.vocab_size
         self.gamma = loaded.networks.num_speculative_tokens
         """Draft tokens a round; 0 without a draft."""
 
@@ -113,7 +113,7 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if `request` cannot be served; touches no state."""
-        check_request(request, self.max_model_len, self._vocab_size)
+        check_request(request, self.max_model_len, self.vocab_size)
 
     def run(
         self,

@@ -65,12 +65,15 @@ def describe(
     target = found if isinstance(found.spec, _TARGETS) else None
     drafter = found if target is None else _find_draft(draft)
     shared = _shared(target, drafter)
+    pair = _describe_fit(model, target, draft) if draft is not None else None
+    # the memory of a pair that does not fit is the target's
+    beside = drafter if pair is None or pair["fits"] else None
     return {
         "target": None if target is None else _describe_target(target),
         "draft": None if drafter is None else _describe_draft(drafter, shared),
-        "pair": _describe_fit(model, target, draft) if draft is not None else None,
+        "pair": pair,
         "tensors": _describe_fit(model, target, None),
-        "memory": _plan(target, drafter, shared, max_num_seqs, max_model_len),
+        "memory": _plan(target, beside, shared, max_num_seqs, max_model_len),
     }
 
 

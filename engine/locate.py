@@ -48,6 +48,11 @@ def locate(name: str, role: Role) -> Path:
         raise CheckpointError(
             f"{name} is a file, not a checkpoint folder", f"give the folder: {path.parent}"
         )
+    if name.startswith("shape:"):
+        raise CheckpointError(
+            f"{name} is random weights, which only `dspark bench` makes",
+            "give a checkpoint folder or a Hub id",
+        )
     if _looks_like_path(name, path):
         raise CheckpointError(f"the folder {name} does not exist", "check the path")
     return _checked(_download(name))

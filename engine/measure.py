@@ -90,10 +90,11 @@ def measure_round(
     width = engine.gamma + 1 if speculate and engine.gamma else 1
     most = width * (warmup + rounds + 8)
     params = SamplingParams(max_tokens=most, ignore_eos=True, temperature=temperature)
+    ids = min(900, engine.vocab_size - 8)
     many = [
         Request(
             request_id=f"measure {i}",
-            prompt_token_ids=tuple((i * 7919 + j * 31) % 900 + 8 for j in range(prompt_tokens)),
+            prompt_token_ids=tuple((i * 7919 + j * 31) % ids + 8 for j in range(prompt_tokens)),
             params=params,
         )
         for i in range(num_reqs)

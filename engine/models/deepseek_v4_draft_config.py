@@ -78,6 +78,11 @@ def _experts(fields: ConfigFields, target: ExpertsSpec) -> ExpertsSpec:
     """The target's, but for what V4.1 says of its drafter."""
     count = fields.integer("dspark_n_routed_experts", target.num_experts)
     per_token = fields.integer("dspark_num_experts_per_tok", target.per_token)
+    if per_token > count:
+        raise fields.error(
+            "dspark_num_experts_per_tok",
+            f"must be at most the draft's {count} experts, got {per_token}",
+        )
     return replace(target, num_experts=count, per_token=per_token)
 
 

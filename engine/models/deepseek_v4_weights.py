@@ -138,7 +138,7 @@ def _divided(part: Part | None, by: tuple[int, int], name: str) -> Part | None:
 def _unaligned(name: str, width: int) -> ConfigError:
     return ConfigError(
         f"{name}: parts of {width} rows or columns cut through what shares a scale",
-        "use fewer ranks, if these are a rank's parts",
+        "use a smaller -tp, if these are a rank's parts",
     )
 
 

@@ -84,10 +84,14 @@ class Graphs:
         """Say which rows are in the round, and how many drafts it verifies."""
         padding = [self._steps.rows.spare] * (plan.requests - len(rows))
         values = [plan.budget or 0, *rows, *padding]
-        if values != self._loaded:  # verification most often finds what its draft pass left
-            self._loaded = values
+        if values == self._loaded:  # verification most often finds what its draft pass left
+            return
+        if values[1:] == self._loaded[1:]:  # and a round the rows of the one before
+            self._inputs[:1].fill_(values[0])
+        else:
             there = torch.tensor(values).pin_memory()
             self._inputs[: len(values)].copy_(there, non_blocking=True)
+        self._loaded = values
 
     def draft(self, plan: Plan, needs: Needs) -> DraftGraph:
         """The draft pass of a plan, captured if need be; that leaves padding in the buffer."""

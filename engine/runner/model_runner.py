@@ -44,6 +44,7 @@ class ModelRunner:
         """Are results of a step taken in while the next one runs?"""
 
         self.graphs = Graphs(self.steps, rows.spare, graph_pool_bytes) if use_graphs else None
+        self._last_needs: tuple[Items[Sequence], Needs] = ((), Needs(False, False, False))
         self.first_logits = torch.empty(0)
         """[c, V] target logits behind the first tokens of the last prefill that had any: those of
         this rank's requests, the first of which is rank 0's first."""
@@ -191,6 +192,14 @@ class ModelRunner:
         return max(sums)
 
     def _needs(self, sequences: Items[Sequence]) -> Needs:
+        """What a step of these has to be able to do; asked several times a round."""
+        known, needs = self._last_needs
+        if known is not sequences or needs.speculating != self.steps.speculating:
+            needs = self._find_needs(sequences)
+            self._last_needs = sequences, needs
+        return needs
+
+    def _find_needs(self, sequences: Items[Sequence]) -> Needs:
         most, owners = self._most([1] * len(sequences), sequences), self.net.num_owners
         # where requests are spread evenly a round's slots say it; else few numbers, not all
         even = most <= -(-len(sequences) // owners)

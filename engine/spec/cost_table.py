@@ -175,8 +175,10 @@ class CostTable:
                 about=dict(values["about"]),
                 **parts,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise _bad(repr(error)) from None
+        except KeyError as error:
+            raise _bad(f"{error.args[0]} is missing") from None
+        except (TypeError, ValueError) as error:
+            raise _bad(str(error)) from None
 
     @classmethod
     def read(cls, path: Path) -> "CostTable":

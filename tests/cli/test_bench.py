@@ -171,7 +171,7 @@ def test_a_bad_row_is_named(call: Call, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": 7}])
     assert "line 2: prompt must be a string" in call(*pair("--data", str(file)), code=2).err
     file = write_lines(tmp_path / "p.jsonl", [{"prompt": "a", "n": 2}])
-    assert "one completion a row" in call(*pair("--data", str(file)), code=2).err
+    assert "a row has one completion" in call(*pair("--data", str(file)), code=2).err
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,18 @@ def test_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plan["kv_bytes"] == 3 * (100 * per_token + 4 * ring + 4 * 2 * 13 * 16)
 
 
+def test_a_drafter_of_another_family_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: Path
+) -> None:
+    """It ended in an AssertionError, or in a complaint about the target's own tensors."""
+    v4, v41 = write_deepseek_v4(tmp_path / "v4"), write_deepseek_v41(tmp_path / "v41")
+    dense = write_draft(tmp_path / "d")
+    for model, draft in ((v4, dense), (v41, v4), (v4, v41), (target, v4)):
+        report = as_json(capsys, model, draft, code=2)
+        assert report["pair"]["fits"] is False
+        assert report["memory"]["float32"]["weight_bytes"]["draft"] == 0
+
+
 def test_deepseek_v41(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Entries are counted where they are made: in two layers of the six that see any."""
     folder = write_deepseek_v41(tmp_path / "v41")

@@ -126,6 +126,16 @@ def test_shard_that_does_not_exist_is_refused(bench: Bench, wrong: str) -> None:
     assert "write 1/8 to 8/8" in text or "give 1/3 to 3/3" in text or "out of range" in text
 
 
+def test_rows_stay_what_they_were_whatever_their_shard_is_resumed_with(split: Bench) -> None:
+    """A second run with --verify all had nothing to do, and made its rows count as `all`."""
+    shards(split, 3, "--verify", "all")
+    text = merge(split, code=2).err
+    for number in (1, 2, 3):
+        assert f"verify: 'all' in 1/3, None in {number}/3 before it was resumed" in text
+    shards(split, 3, "--overwrite", "--verify", "all")
+    merge(split, code=3)
+
+
 def cut_rows(folder: Path, number: int) -> None:
     path = folder / f"out.shard-{number}-of-3.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

@@ -44,6 +44,7 @@ def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("a/b/c", "the folder a/b/c does not exist", "check the path"),
         ("gone", "the folder gone does not exist", "check the path"),
         ("here/gone", "the folder here/gone does not exist", "check the path"),
+        ("shape:qwen3-8b", "which only `dspark bench` makes", "give a checkpoint folder"),
         ("here/file.txt", "is a file, not a checkpoint folder", "give the folder: here"),
         ("here", "has no config.json", "Hugging Face checkpoint folder"),
     ],

@@ -195,6 +195,7 @@ def test_the_drafter_is_what_its_tensors_say(tmp_path: Path) -> None:
         (MTP, {"sample_from_anchor": False}, "sample_from_anchor is False"),
         (MTP, {"dspark_noise_token_id": 100}, "dspark_noise_token_id must be in [0, 100)"),
         (MTP, {"dspark_block_size": None}, "dspark_block_size is missing"),
+        (MTP, {"dspark_num_experts_per_tok": 17}, "at most the draft's 16 experts, got 17"),
     ],
 )
 def test_drafters_that_are_not_served_are_named(
