@@ -94,6 +94,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--batches", default="64,96,128")
     parser.add_argument("--workloads", type=int, default=len(WORKLOADS), help="the first N")
+    parser.add_argument("--schedules", default="on,off", help="of on, off")
+    parser.add_argument("--processes", default="same,new", help="of same, new")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=1, help="new processes at a time")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds without a run's end")
@@ -329,37 +331,49 @@ def equal_outputs(results: list[dict[str, Any]]) -> str:
     return f"greedy outputs equal in all their runs: {same} of {len(seen)} batches"
 
 
+def found(given: argparse.Namespace) -> Iterator[tuple[str, bool, list[dict[str, Any]]]]:
+    """Runs of one schedule, in one process or in new ones, as they are done."""
+    sizes = [(int(b), w) for b in given.batches.split(",") for w in range(given.workloads)]
+    schedules = [s for s in SCHEDULES if s in given.schedules.split(",")]
+    if "same" in given.processes:
+        for schedule in schedules:
+            yield schedule, False, run_cells(given, [Cell(b, w, schedule, False) for b, w in sizes])
+    if "new" in given.processes:
+        fresh = [Cell(b, w, schedule, True) for schedule in schedules for b, w in sizes]
+        with ThreadPoolExecutor(given.jobs) as pool:
+            done = pool.map(lambda cell: run_cells(given, [cell]), fresh)
+            for schedule in schedules:
+                yield schedule, True, [next(done)[0] for _ in sizes]
+
+
+def keep(given: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
+    """Write what there is so far."""
+    if given.output_json:
+        settings = {k: str(v) for k, v in vars(given).items()}
+        given.output_json.write_text(json.dumps({"settings": settings, "runs": runs}) + "\n")
+
+
 def main() -> None:
     given = parse()
     if given.play is not None:
         play(given)
         return
     begin = time.monotonic()
-    sizes = [(int(b), w) for b in given.batches.split(",") for w in range(given.workloads)]
-    kinds = [(schedule, fresh) for fresh in (False, True) for schedule in SCHEDULES]
-    found: dict[tuple[str, bool], list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    every: list[dict[str, Any]] = []
+    print(HEADER, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         given.cost_table = Path(folder) / "costs.json"
-        for schedule in SCHEDULES:
-            cells = [Cell(b, w, schedule, False) for b, w in sizes]
-            found[schedule, False] = run_cells(given, cells)
-        fresh = [Cell(b, w, schedule, True) for schedule in SCHEDULES for b, w in sizes]
-        with ThreadPoolExecutor(given.jobs) as pool:
-            for (done,) in pool.map(lambda cell: run_cells(given, [cell]), fresh):
-                found[done["schedule"], True].append(done)
-    print(HEADER)
-    for (schedule, is_fresh), results in found.items():
-        print(show(schedule, is_fresh, results, alone=not is_fresh or given.jobs == 1))
-    every = [done for results in found.values() for done in results]
+        for schedule, fresh, results in found(given):
+            # each is told at once: the next one may take longer than whoever waits has
+            print(show(schedule, fresh, results, alone=not fresh or given.jobs == 1), flush=True)
+            every += results
+            keep(given, every)
     finished = sum(done.get("finished", False) for done in every)
     diverged = sum(done.get("diverged", False) for done in every)
     print(
         f"\n{finished} of {len(every)} finished, {diverged} divergences, {given.tp} ranks, "
         f"{time.monotonic() - begin:.0f} s; {equal_outputs(every)}"
     )
-    if given.output_json:
-        settings = {k: str(v) for k, v in vars(given).items()}
-        given.output_json.write_text(json.dumps({"settings": settings, "runs": every}) + "\n")
     sys.exit(0 if finished == len(every) else 1)
 
 

@@ -11,8 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,10 +82,19 @@ class CostTable:
         """Batches up to this size were measured."""
         return self.plain[-1].requests
 
+    # what was looked up before: several sizes are, before every round
+    @cached_property
+    def _along(self) -> dict[tuple[str, int], float]:
+        return {}
+
+    @cached_property
+    def _curves(self) -> dict[int, tuple[Floats, Floats]]:
+        return {}
+
     def plain_ms(self, requests: int, kv_tokens: int) -> float:
         """A plain step of `requests` requests with `kv_tokens` KV tokens together."""
         beyond = kv_tokens - requests * self.context
-        return max(self._along_requests(self.plain, requests) + beyond * self.kv.plain, 1e-6)
+        return max(self._along_requests("plain", requests) + beyond * self.kv.plain, 1e-6)
 
     def round_ms(self, requests: int, tokens: NDArray[np.int64], kv_tokens: int) -> Floats:
         """Rounds that draft and verify.
@@ -98,10 +108,17 @@ class CostTable:
             [n] milliseconds.
         """
         beyond = kv_tokens - requests * self.context
-        fixed = self._along_requests(self.draft, requests) + beyond * self.kv.round
+        fixed = self._along_requests("draft", requests) + beyond * self.kv.round
         return np.maximum(fixed + self._verify_ms(requests, tokens), 1e-6)
 
-    def _along_requests(self, cells: Sequence[Cell], requests: int) -> float:
+    def _along_requests(self, kind: Literal["plain", "draft"], requests: int) -> float:
+        key = kind, requests
+        if key not in self._along:
+            cells = self.plain if kind == "plain" else self.draft
+            self._along[key] = self._interpolated(cells, requests)
+        return self._along[key]
+
+    def _interpolated(self, cells: Sequence[Cell], requests: int) -> float:
         sizes, times = [c.requests for c in cells], [c.ms for c in cells]
         # beyond the largest size measured: in proportion
         more = max(requests / sizes[-1], 1.0)
@@ -113,7 +130,9 @@ class CostTable:
         if requests > largest:  # in proportion
             more = requests / largest
             return self._verify_ms(largest, (tokens / more).astype(np.int64)) * more
-        sizes, times = self._curve(requests)
+        if requests not in self._curves:
+            self._curves[requests] = self._curve(requests)
+        sizes, times = self._curves[requests]
         return np.interp(tokens, sizes, times)
 
     def _curve(self, requests: int) -> tuple[Floats, Floats]:
