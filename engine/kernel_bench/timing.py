@@ -21,7 +21,7 @@ class Ceiling:
     """Bytes a second, read and written ones together."""
 
     matmul: float
-    """FLOP a second of a large square product."""
+    """FLOP a second of a large square product; on a CPU the best of a few sizes."""
 
     def seconds(self, nbytes: float, flops: float) -> float:
         """The least time that moves so much and computes so much."""
@@ -32,13 +32,17 @@ class Ceiling:
 def measure_ceiling(at: Placement) -> Ceiling:
     """Copy and multiply; a gigabyte and 8192 x 8192 matrices on a GPU, less on a CPU."""
     on_cpu = at.device.type == "cpu"
-    count, side = (1 << 24, 1024) if on_cpu else (1 << 28, 8192)
+    count, sides = (1 << 24, (256, 512, 1024)) if on_cpu else (1 << 28, (8192,))
     source = torch.ones(count, dtype=torch.float32, device=at.device)
     target = torch.empty_like(source)
     copy = seconds_a_call([lambda: target.copy_(source)], at.device)
+    matmul = max(_matmul_rate(side, at) for side in sides)
+    return Ceiling(copy=2 * source.nbytes / copy, matmul=matmul)
+
+
+def _matmul_rate(side: int, at: Placement) -> float:
     a = torch.empty((side, side), dtype=at.dtype, device=at.device).normal_()
-    matmul = seconds_a_call([lambda: a @ a], at.device)
-    return Ceiling(copy=2 * source.nbytes / copy, matmul=2 * side**3 / matmul)
+    return 2.0 * side**3 / seconds_a_call([lambda: a @ a], at.device)
 
 
 @torch.inference_mode()

@@ -262,7 +262,8 @@ class V4Experts:
         self.gate = weights.wide_matrix([f"{prefix}gate"], [e.num_experts], h)
         self.bias = self.table = None
         if spec.hashed[layer]:
-            self.table = weights.whole(f"{prefix}gate.tid2eid", vocab_size, e.per_token)
+            name = f"{prefix}gate.tid2eid"
+            self.table = weights.numbers(name, vocab_size, e.per_token, below=e.num_experts)
         else:
             self.bias = weights.wide(f"{prefix}gate.bias", e.num_experts)
         dealt = share.even(e.num_experts, dim=0)

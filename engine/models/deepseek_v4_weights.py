@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
 from engine.kernels.experts import ExpertMatrices
 from engine.kernels.linear import Linear
 from engine.kernels.packed import FP4_GROUP, FP8_BLOCK, Packed, PackedKind
@@ -184,9 +184,21 @@ class V4Weights:
         """A tensor in float32, whatever the network's dtype is."""
         return self._take(name, shape, torch.float32, part)
 
-    def whole(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor of integers, int64."""
-        return self._take(name, shape, torch.int64, None)
+    def numbers(self, name: str, *shape: int, below: int) -> torch.Tensor:
+        """A tensor of integers in [0, below), int64.
+
+        Raises:
+            CheckpointError: One is not; an index out of bounds ends a run on a GPU for good.
+        """
+        found = self._take(name, shape, torch.int64, None)
+        if not found.is_meta:
+            low, high = (int(x) for x in found.aminmax())
+            if low < 0 or high >= below:
+                raise CheckpointError(
+                    f"{name}: {low if low < 0 else high} is outside [0, {below})",
+                    "download the checkpoint again",
+                )
+        return found
 
     def wide_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> WideLinear:
         """One product, float32 out of it, of several matrices over each other.

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, EngineConfig, Request, SamplingParams
+from engine.runner import prefills
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.engines import (
     complete,
@@ -29,6 +30,24 @@ def test_float32_tokens_are_the_cpus(tmp_path: Path, family: str) -> None:
         engine = make_engine(target, draft, device="cuda", dtype="float32", **settings)
         teach(engine, want, 0.7)
         assert outputs(engine, requests(prompts(8))) == want
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_captured_prefills_give_the_cpus_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hot: bool
+) -> None:
+    """Every one replayed from its first use on: several sizes, chunks, shared starts."""
+    monkeypatch.setattr(prefills, "_USES", 1)
+    target = write_target(tmp_path / "t", "Qwen3ForCausalLM")
+    draft = write_draft(tmp_path / "d")
+    params = SamplingParams(max_tokens=20, temperature=0.9 if hot else 0.0, top_p=0.9, seed=5)
+    many = requests([list(range(20, 61)) + p for p in prompts(12)], params)
+    want = outputs(make_engine(target, draft), many)
+    for settings in ({"max_num_seqs": 1}, {"max_num_seqs": 8}, {"max_num_batched_tokens": 5}):
+        engine = make_engine(target, draft, device="cuda", dtype="float32", **settings)
+        assert outputs(engine, many) == want
+        assert engine.runner.graphs is not None
+        assert engine.runner.graphs.prefills.count > 0
 
 
 def test_sampled_rows_are_the_cpus_and_independent_of_the_batch(tmp_path: Path) -> None:

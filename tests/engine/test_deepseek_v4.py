@@ -13,6 +13,7 @@ import torch
 
 from engine import EngineConfig
 from engine.checkpoints import plan_checkpoints
+from engine.errors import CheckpointError
 from engine.kernels.packed import Packed
 from engine.kv.rolling import RollingState
 from engine.models.deepseek_v4 import DeepseekV4
@@ -26,7 +27,7 @@ from engine.models.layers import Placement
 from engine.models.loader import Checkpoint
 from engine.models.target_config import parse_target
 from engine.sizing import bytes_of_block, bytes_of_rows
-from tests.helpers.checkpoints import read_tensors
+from tests.helpers.checkpoints import read_tensors, write_tensors
 from tests.helpers.deepseek_v4 import (
     DELAYED,
     GAMMA,
@@ -83,6 +84,17 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(got, want[at : at + count], **TOLERANCE)
         at += count
     assert at == 150
+
+
+def test_experts_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    """A token's row of the table of experts: on a GPU such an index would end the run."""
+    folder = write_deepseek_v4(tmp_path / "v4")
+    tensors = read_tensors(folder)
+    (name,) = (n for n in tensors if n.endswith("tid2eid"))
+    tensors[name][5, 1] = 77
+    write_tensors(folder, tensors)
+    with pytest.raises(CheckpointError, match=r"tid2eid: 77 is outside \[0, 8\)"):
+        make_engine(folder)
 
 
 @pytest.mark.parametrize("kind", ["fp4", "fp8"])
