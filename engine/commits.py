@@ -54,39 +54,29 @@ class Commits:
         """
         finished: list[Output] = []
         rounds: list[Round] = []
+        output_tokens, scheduler = 0, self._scheduler
         for sequence, tokens, verify_len in results:
-            output = self._commit(sequence, tokens, verify_len, now, rounds)
-            if output is not None:
-                finished.append(output)
+            if not tokens:
+                self._retire(sequence)
+                finished.append(not_finite(sequence))
+                continue
+            kept, end = sequence.commit(tokens, self._eos, self._max_model_len)
+            sequence.commits.append((now, kept))
+            output_tokens += kept
+            if verify_len:
+                if verify_len > 1:
+                    rounds.append(_record(sequence, len(tokens), kept, verify_len - 1))
+                # the last kept token is the next anchor: its KV is not there yet
+                scheduler.advance(sequence, sequence.num_computed + kept)
+            if end is not None:
+                self._retire(sequence)
+                self._stats.cached_tokens += sequence.num_cached_tokens or 0
+                finished.append(complete(sequence, end, self._tokenizer))
+        if output_tokens and not self._stats.until_first_token:
+            self._note_first_token(now)
+        self._stats.output_tokens += output_tokens
         self._stats.count_rounds((r.drafted, r.accepted, r.committed) for r in rounds)
         return finished
-
-    def _commit(
-        self,
-        sequence: Sequence,
-        tokens: list[int],
-        verify_len: int,
-        now: float,
-        rounds: list[Round],
-    ) -> Output | None:
-        if not tokens:
-            self._retire(sequence)
-            return not_finite(sequence)
-        kept, end = sequence.commit(tokens, self._eos, self._max_model_len)
-        sequence.commits.append((now, kept))
-        self._stats.output_tokens += kept
-        if not self._stats.until_first_token:
-            self._note_first_token(now)
-        if verify_len:
-            if verify_len > 1:
-                rounds.append(_record(sequence, len(tokens), kept, verify_len - 1))
-            # the last kept token is the next anchor: its KV is not there yet
-            self._scheduler.advance(sequence, sequence.num_computed + kept)
-        if end is None:
-            return None
-        self._retire(sequence)
-        self._stats.cached_tokens += sequence.num_cached_tokens or 0
-        return complete(sequence, end, self._tokenizer)
 
     def _note_first_token(self, now: float) -> None:
         seconds = self._stats.seconds

@@ -15,7 +15,7 @@ from engine.runner.out_of_memory import release_caches
 from engine.runner.pending import Pending
 from engine.runner.prefills import PrefillGraph
 from engine.runner.rows import Rows
-from engine.runner.steps import Networks, Prompt, Steps
+from engine.runner.steps import Networks, Prompt, Steps, query_bound
 from engine.scheduler import Chunk
 from engine.sequence import Sequence
 from engine.spec.plan import Path, Plan
@@ -216,7 +216,7 @@ class ModelRunner:
             upload(torch.tensor(positions)),
             upload(ends.int()),
             upload(torch.tensor([c.start + c.count for c in chunks]).int()),
-            max(c.count for c in chunks),
+            query_bound(max(c.count for c in chunks)),
             self._most([c.count for c in chunks], [c.sequence for c in chunks]) or len(ids),
         )
 

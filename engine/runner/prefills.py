@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from engine.runner.batch import Members, Needs
-from engine.runner.steps import Prompt, Steps
+from engine.runner.steps import Prompt, Steps, query_bound
 from engine.scheduler import Chunk
 from engine.sequence import Sequence
 
@@ -164,7 +164,7 @@ class Prefills:
                 inputs.positions,
                 inputs.ends.int(),
                 inputs.seq_lens.int(),
-                size.tokens,
+                query_bound(size.tokens),
                 size.tokens,
             )
             hidden = steps.prefill(members, prompt)

@@ -45,6 +45,15 @@ class Networks:
         return self.ranks.size if self.data_attention else 1
 
 
+def query_bound(longest: int) -> int:
+    """What to tell attention of a prefill's longest chunk: more than a tile in any case.
+
+    Short chunks are rare, the rest of a prompt that a step had no room for. They would have tiles
+    of their own, and the first of them would wait two seconds for its kernel to be compiled.
+    """
+    return max(longest, 256)
+
+
 class Prompt(NamedTuple):
     """A ragged prefill. T tokens, R requests; all tensors on the device."""
 
@@ -52,7 +61,7 @@ class Prompt(NamedTuple):
     positions: torch.Tensor  # [T] int64
     cu_seqlens_q: torch.Tensor  # [R+1] int32
     seq_lens: torch.Tensor  # [R] int32, KV tokens after this chunk
-    max_query_len: int
+    max_query_len: int  # a bound: see `query_bound`
     most_tokens: int
     """No rank's requests have more of them; T where ranks do not hold requests."""
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from engine import Engine, Request, SamplingParams
+from engine.kernels.paged_attention_triton import choose_tile
 from engine.runner import prefills
 from engine.runner.prefills import Size
+from engine.runner.steps import query_bound
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.deepseek_v4 import write_deepseek_v4
 from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests, teach
@@ -141,6 +143,22 @@ def test_sizes(width: int, ranks: int, tokens: int, requests: int, size: Size | 
     net = Some(target=Some(spec=spec), ranks=Some(size=ranks), num_owners=1)
     steps: Any = Some(net=net)
     assert prefills.Prefills(steps, steps)._size(tokens, requests) == size
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_prefills_have_one_attention_kernel(
+    dtype: torch.dtype, group: int, head_dim: int
+) -> None:
+    """The rest of a prompt, 10 tokens, met a tile of its own: two seconds of a run."""
+    found = set()
+    for longest in (1, 10, 21, 22, 42, 43, 200, 300, 2048):
+        bound = query_bound(longest)
+        assert bound >= longest
+        tile = choose_tile(dtype, head_dim, bound * group)
+        found.add((tile, bound <= max(tile.block_m, group) // group))
+    assert len(found) == 1
 
 
 def test_padding_is_at_most_a_third() -> None:
