@@ -1,6 +1,7 @@
 """Ctrl-C in two stages: the first drains, the second stops; a written row is never lost."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,12 +39,14 @@ class Interrupts:
         self._shielded = False
         self._pending = False
         self._old: dict[int, Any] = {}
+        self._hook: Any = None
 
     def __enter__(self) -> Self:
         """Take the signals over."""
         for number in (signal.SIGINT, signal.SIGTERM):
             self._old[number] = signal.signal(number, self._on_signal)
         self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraised
         return self
 
     def __exit__(
@@ -56,6 +59,7 @@ class Interrupts:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self._hook
 
     def rest(self) -> None:
         """Nothing runs any more: the next signal stops at once."""
@@ -101,6 +105,13 @@ class Interrupts:
         signal.setitimer(signal.ITIMER_REAL, max(self.grace, 0.001))
         if self._waiting:
             raise StopNow
+
+    def _on_unraised(self, what: Any) -> None:
+        """A destructor was running: Python drops what is raised there. Again, right after it."""
+        if issubclass(what.exc_type, Interrupted):
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+        else:
+            self._hook(what)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         self._stop()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_cli.interrupt import held_back
+from dspark_cli.interrupt import Interrupts, StopNow, held_back
 from tests.cli.conftest import Bench, read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +99,24 @@ def test_ctrl_c_in_the_first_moments_is_one_line_and_130(bench: Bench) -> None:
             assert "interrupted" in told[0]
             seen += 1
     assert seen >= 3
+
+
+def test_a_signal_in_a_destructor_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python prints what a destructor raises, and goes on as if nobody had pressed Ctrl-C."""
+
+    class Gone:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def work() -> None:
+        gone = Gone()
+        del gone
+        for _ in range(2000):
+            time.sleep(0.001)
+
+    with Interrupts(1.0, print), pytest.raises(StopNow):
+        work()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_signal_waits_until_libraries_are_loaded() -> None:
