@@ -38,6 +38,18 @@ NOTED = (
     "version",
 )
 
+SAMPLING_OF_ROWS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
+"""Of DECISIVE: what rows may set themselves; a row for which one changes is another row."""
+
 SPECULATIVE = ("draft", "num_speculative_tokens", "verify", "max_model_len")
 """Of NOTED: greedy text stays, sampled tokens, statistics and which rows are too long may not."""
 

@@ -38,6 +38,9 @@ class Interrupts:
         self._waiting = False
         self._shielded = False
         self._pending = False
+        self._dropped: float | None = None
+        """Seconds of grace that were left when a first signal's StopNow was dropped."""
+
         self._old: dict[int, Any] = {}
         self._hook: Any = None
 
@@ -56,10 +59,10 @@ class Interrupts:
         trace: TracebackType | None,
     ) -> None:
         """Give them back."""
+        sys.unraisablehook = self._hook
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._old.items():
             signal.signal(number, handler)
-        sys.unraisablehook = self._hook
 
     def rest(self) -> None:
         """Nothing runs any more: the next signal stops at once."""
@@ -108,13 +111,20 @@ class Interrupts:
 
     def _on_unraised(self, what: Any) -> None:
         """A destructor was running: Python drops what is raised there. Again, right after it."""
-        if issubclass(what.exc_type, Interrupted):
-            signal.setitimer(signal.ITIMER_REAL, 0.001)
-        else:
+        if not issubclass(what.exc_type, Interrupted):
             self._hook(what)
+            return
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0.001)
+        self._dropped = None if self.stopped else max(left, 0.001)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        self._stop()
+        if self._dropped is None:
+            self._stop()
+            return
+        signal.setitimer(signal.ITIMER_REAL, self._dropped)
+        self._dropped = None
+        if self._waiting:
+            raise StopNow
 
     def _stop(self) -> None:
         if self._shielded:

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from dspark_cli.fingerprint import DECISIVE, NOTED, SPECULATIVE, changes
+from dspark_cli.fingerprint import (
+    DECISIVE,
+    NOTED,
+    SAMPLING_OF_ROWS,
+    SPECULATIVE,
+    changes,
+)
 from dspark_cli.journal import read_run
 from dspark_cli.jsonl import loads
 from dspark_cli.output import OutputPaths, Replacing
@@ -17,6 +23,10 @@ from engine.errors import ConfigError, DSparkError, RequestError
 _SHOWN = 20
 _SAME = DECISIVE + SPECULATIVE
 """Settings of one run: a resumed run may change some of them, shards of one run do not differ."""
+
+_KEPT = tuple(name for name in _SAME if name not in {*SAMPLING_OF_ROWS, "max_model_len"})
+"""Of these, what rows that a resumed run left as they were have of the run before: those whose
+sampling changed were made again, and so were those that a longer context has room for."""
 
 _FREE = tuple(name for name in NOTED if name not in SPECULATIVE)
 _ASKED = ("max_tokens", "n", "passthrough")
@@ -77,7 +87,8 @@ def check_parts(parts: list[Part]) -> list[str]:
     notes: list[str] = []
     made = [(part, header) for part in parts for header in part.headers]
     for part, header in made:
-        for names, found in ((_SAME, wrong), (_FREE, notes)):
+        same = _SAME if header is part.header else _KEPT
+        for names, found in ((same, wrong), (_FREE, notes)):
             for change in changes(parts[0].header, header, names):
                 if "auto" not in (change.then, change.now):  # no row of it needed an engine
                     text = _between(change.name, change.then, parts[0], change.now, part)
@@ -271,5 +282,6 @@ def _refuse(message: str, wrong: list[str]) -> ConfigError:
     text = "".join(f"\n  {each}" for each in wrong[:_SHOWN] + more)
     return ConfigError(
         f"{message}:{text}",
-        "run the shards that are named again, with one INPUT and one set of options",
+        "run the shards that are named again, with one INPUT and one set of options (with "
+        "--overwrite where one was resumed with others)",
     )

@@ -8,6 +8,7 @@ import array
 import fcntl
 import hashlib
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -292,35 +293,43 @@ class Journal:
         return Entry(self._offsets[at], Status(status), tokens, limit, self._data[at], newer)
 
 
+_KEY = re.compile(rb'\{"type": "(?:row|error)", "key": "([0-9a-f]+)"')
+
+
 def read_run(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """What a journal says of its run, without reading its rows.
+    """What a journal says of its run.
 
     Returns:
-        Headers under which there are rows, and the last one in any case; and `complete`.
+        Headers under which there are rows that still count, and the last one in any case; and
+        `complete`.
 
     Raises:
         ConfigError: It cannot be read, or is no journal.
     """
     headers: list[dict[str, Any]] = []
-    complete, used = None, True
+    complete = None
+    under: dict[str, int] = {}
+    """Rows' keys: under which header the record lies that counts."""
+
     try:
         with path.open("rb") as stream:
             for line in stream:
                 if not line.endswith(b"\n"):
                     continue
                 if line.startswith(b'{"type": "header"'):
-                    del headers[len(headers) - (not used) :]
-                    headers.append(loads(line)["run"])
-                    used = False
+                    run = loads(line)["run"]
+                    if not headers or headers[-1] != run:
+                        headers.append(run)
                 elif line.startswith(b'{"type": "complete"'):
                     complete = loads(line)["input"]
-                else:
-                    used = True
+                elif found := _KEY.match(line):
+                    under[found[1].decode()] = len(headers) - 1
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (RequestError, KeyError) as error:
         raise ConfigError(f"{path} is not a journal of dspark: {error}") from None
-    return headers, complete
+    used = {*under.values(), len(headers) - 1}
+    return [run for at, run in enumerate(headers) if at in used], complete
 
 
 def data_key(data: Mapping[str, Any]) -> str:

@@ -262,13 +262,14 @@ def warm_up(
     steps.round(_GREEDY, 1)
     each = max(memory.outside() - before, 0)
     peak = max(steps.peak, steps.settled())
+    captures = len(graph_tiers(sizes.max_num_seqs)) + steps.most_prefills
     del steps
     memory.release()
     return MemoryUse(
         total=memory.total,
         weights=weights,
         steps=peak - weights,
-        graphs=each * len(graph_tiers(sizes.max_num_seqs)) if use_graphs else 0,
+        graphs=each * captures if use_graphs else 0,
         outside=memory.outside(),
         graph_pool=pool if use_graphs else 0,
     )
@@ -317,6 +318,12 @@ class _Warmup:
         path: Literal["full", "plain"] = "full" if width > 1 else "plain"
         self._runner.round(sequences, Plan(path, None, num_reqs, num_reqs * width)).wait()
         self._note()
+
+    @property
+    def most_prefills(self) -> int:
+        """Prefills that may be captured."""
+        graphs = self._runner.graphs
+        return 0 if graphs is None else graphs.prefills.most
 
     def settled(self) -> int:
         """Bytes that stay."""

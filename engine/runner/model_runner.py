@@ -46,8 +46,9 @@ class ModelRunner:
         self.graphs = Graphs(self.steps, rows.spare, graph_pool_bytes) if use_graphs else None
         self._last_needs: tuple[Items[Sequence], Needs] = ((), Needs(False, False, False))
         self.first_logits = torch.empty(0)
-        """[c, V] target logits behind the first tokens of the last prefill that had any: those of
-        this rank's requests, the first of which is rank 0's first."""
+        """[1, V] target logits behind the first token of the last prefill that had one: of this
+        rank's first request, on rank 0 the first of all. A copy: what captured steps leave lies in
+        memory that they share."""
 
     def start(self, sequences: Items[Sequence]) -> None:
         """Bind admitted sequences to their rows."""
@@ -90,7 +91,7 @@ class ModelRunner:
         assert self.graphs is not None
         self.graphs.prefills.load(captured, chunks)
         captured.graph.replay()
-        self.first_logits = captured.logits
+        self.first_logits = captured.logits.clone()
         self._place_resumed(chunks)
         return Pending(captured.result[: sum(c.samples for c in chunks)])
 
@@ -232,9 +233,10 @@ class ModelRunner:
         starters = [chunks[i].sequence for i in fresh]
         index = self._index(starters)
         lengths = upload(torch.tensor([s.num_prompt for s in starters]))
-        self.first_logits, result = self.steps.first_tokens(
+        logits, result = self.steps.first_tokens(
             index, hidden[last], lengths, **_sampling_needs(starters)
         )
+        self.first_logits = logits[:1].clone()
         self.rows.place(index, lengths, result[:, 1])
         return result
 

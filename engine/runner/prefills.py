@@ -22,7 +22,7 @@ from engine.sequence import Sequence
 T = TypeVar("T")
 
 _TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Sizes: padding is a third at most."""
+"""Sizes: from 64 on padding is a third at most."""
 
 _REQUESTS = (4, 16, 64)
 _USES = 4
@@ -68,7 +68,7 @@ class PrefillGraph:
 
     graph: torch.cuda.CUDAGraph
     inputs: _Inputs
-    logits: torch.Tensor  # [c, V], of this rank's requests
+    logits: torch.Tensor  # [1, V], of this rank's first request
     result: torch.Tensor  # [R, 2], as `Steps.first_tokens` has it
 
 
@@ -98,6 +98,14 @@ class Prefills:
         width = steps.net.target.spec.layers.hidden_size
         self.most_tokens = min(_TOKENS[-1], _HOST_BOUND * steps.net.ranks.size // width**2)
         """Longer ones keep the device busy while they are launched."""
+
+    @property
+    def most(self) -> int:
+        """Prefills that may ever be captured for one kind of sampling."""
+        if self._steps.net.num_owners > 1:
+            return 0
+        sizes = sum(n <= self.most_tokens for n in _TOKENS) + (self.most_tokens not in _TOKENS)
+        return sizes * len(_REQUESTS)
 
     @property
     def count(self) -> int:
@@ -176,7 +184,7 @@ class Prefills:
                 filtered=needs.filtered,
             )
             steps.rows.place(inputs.started, inputs.lengths, result[:, 1])
-            return logits, result
+            return logits[:1].clone(), result  # the others' would be kept as well
 
         graph, (logits, result) = self._graphs.record(prefill)
         return PrefillGraph(graph, inputs, logits, result)

@@ -136,6 +136,18 @@ def test_rows_stay_what_they_were_whatever_their_shard_is_resumed_with(split: Be
     merge(split, code=3)
 
 
+def test_rows_that_were_made_again_are_of_the_run_that_made_them(bench: Bench) -> None:
+    """A longer context or another temperature: what was left as it was belongs to both runs."""
+    bench.write(ROWS)
+    shards(bench, 3, "--max-model-len", "60")
+    shards(bench, 3, "--max-model-len", "150", "--rerun", "failed")
+    merge(bench, code=3)
+    bench.output.unlink()
+    bench.errors_file.unlink()
+    shards(bench, 3, "--max-model-len", "150", "--temperature", "0.7", "--force-resume")
+    merge(bench, code=3)
+
+
 def cut_rows(folder: Path, number: int) -> None:
     path = folder / f"out.shard-{number}-of-3.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

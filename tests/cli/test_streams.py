@@ -95,7 +95,9 @@ def test_ctrl_c_in_the_first_moments_is_one_line_and_130(bench: Bench) -> None:
         assert "Traceback" not in err
         if process.returncode != 0:  # the last may find the run ended
             assert process.returncode == 130, (moment, err)
-            assert len(told) == 1, (moment, err)
+            if "stopping: running rows" in err:
+                continue  # on a fast machine the row was running already, and got its time
+            assert len(told) == 1, (moment, told)
             assert "interrupted" in told[0]
             seen += 1
     assert seen >= 3
@@ -116,6 +118,12 @@ def test_a_signal_in_a_destructor_is_not_lost(capsys: pytest.CaptureFixture[str]
 
     with Interrupts(1.0, print), pytest.raises(StopNow):
         work()
+    with Interrupts(60.0, lambda _text: None) as first:  # running rows still get their time
+        first.running = True
+        with first.waiting(), pytest.raises(StopNow):
+            work()
+        assert (first.draining, first.stopped) == (True, False)
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 50
     assert capsys.readouterr().err == ""
 
 

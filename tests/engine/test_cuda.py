@@ -42,10 +42,14 @@ def test_captured_prefills_give_the_cpus_tokens(
     draft = write_draft(tmp_path / "d")
     params = SamplingParams(max_tokens=20, temperature=0.9 if hot else 0.0, top_p=0.9, seed=5)
     many = requests([list(range(20, 61)) + p for p in prompts(12)], params)
-    want = outputs(make_engine(target, draft), many)
+    cpu = make_engine(target, draft)
+    want, prefix = outputs(cpu, many), many[3].prompt_token_ids
+    top = [token for token, _ in cpu.top_logits(prefix)]
     for settings in ({"max_num_seqs": 1}, {"max_num_seqs": 8}, {"max_num_batched_tokens": 5}):
         engine = make_engine(target, draft, device="cuda", dtype="float32", **settings)
         assert outputs(engine, many) == want
+        # rounds after it share the memory of the prefill
+        assert [token for token, _ in engine.top_logits(prefix)] == top
         assert engine.runner.graphs is not None
         assert engine.runner.graphs.prefills.count > 0
 

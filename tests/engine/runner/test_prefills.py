@@ -163,4 +163,5 @@ def test_all_prefills_have_one_attention_kernel(
 
 def test_padding_is_at_most_a_third() -> None:
     sizes = torch.tensor(prefills._TOKENS).float()
-    assert ((sizes[1:] - sizes[:-1]) / sizes[1:]).max() <= 0.5
+    fewest = sizes[:-1] + 1  # tokens that have the size above
+    assert ((sizes[1:] - fewest) / sizes[1:])[1:].max() <= 1 / 3
