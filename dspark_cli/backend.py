@@ -41,8 +41,7 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], Non
         from engine.garbage import settle
 
     engine = Engine(config, on_progress=on_progress)
-    if engine.runner.rows.device.type == "cuda":
-        settle()
+    settle(engine.runner.rows.device)
     return engine
 
 

@@ -7,14 +7,7 @@ from typing import Any
 from dspark_cli.journal import digest
 from engine.errors import ConfigError
 
-# A difference in these makes other outputs; in the others it makes the same ones, or about.
-DECISIVE = (
-    "model",
-    "tokenizer",
-    "dtype",
-    "chat",
-    "chat_template",
-    "chat_template_kwargs",
+SAMPLING_OF_ROWS = (
     "temperature",
     "top_p",
     "top_k",
@@ -23,6 +16,18 @@ DECISIVE = (
     "stop",
     "stop_token_ids",
     "ignore_eos",
+)
+"""What rows may set themselves; a row for which one changes is another row."""
+
+# A difference in these makes other outputs; in the others it makes the same ones, or about.
+DECISIVE = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "chat",
+    "chat_template",
+    "chat_template_kwargs",
+    *SAMPLING_OF_ROWS,
 )
 NOTED = (
     "draft",
@@ -37,18 +42,6 @@ NOTED = (
     "enable_prefix_caching",
     "version",
 )
-
-SAMPLING_OF_ROWS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-)
-"""Of DECISIVE: what rows may set themselves; a row for which one changes is another row."""
 
 SPECULATIVE = ("draft", "num_speculative_tokens", "verify", "max_model_len")
 """Of NOTED: greedy text stays, sampled tokens, statistics and which rows are too long may not."""

@@ -84,8 +84,7 @@ def _follow(group: Any) -> None:
     from engine.garbage import settle
 
     engine = Engine(EngineConfig.from_json(told["engine"]), group=group)
-    if engine.runner.rows.device.type == "cuda":
-        settle()
+    settle(engine.runner.rows.device)
     engine.mirror()
 
 

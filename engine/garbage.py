@@ -2,12 +2,15 @@
 
 import gc
 
+import torch
 
-def settle() -> None:
-    """Leave what there is now out of all later collections; for processes that live for one engine.
 
-    Else a full collection now and then looks at all that loading has made, torch itself included:
-    tenths of a second in which a device has nothing to do.
+def settle(device: torch.device) -> None:
+    """Leave what there is now out of all later collections, where a device waits for the host.
+
+    For processes that live for one engine. Else a full collection now and then looks at all that
+    loading has made, torch itself included: tenths of a second in which a device has nothing to do.
     """
-    gc.collect()
-    gc.freeze()
+    if device.type == "cuda":
+        gc.collect()
+        gc.freeze()

@@ -193,7 +193,7 @@ def main() -> None:
     )
     loaded = time.perf_counter() - begin
     spent = engine.prepare()
-    settle()
+    settle(engine.runner.rows.device)
     print(f"loaded in {loaded:.1f} s, measured costs in {spent or 0:.1f} s", file=sys.stderr)
     rows = []
     print(HEADER)
