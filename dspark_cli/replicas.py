@@ -1,7 +1,9 @@
 """--data-parallel-size: several engines on this host, each a process, behind one front.
 
-Rows are handed out as replicas have room; each has a few more than it runs, so that it never waits
-for this process. What a dead replica had not finished goes back to the front of the queue.
+Rows are handed out as replicas have room; each has some more than it runs, so that it never waits
+for this process: as many again while there are plenty (rows of one length end all at once), fewer
+towards the end, so that none is left alone with them. What a dead replica had not finished goes
+back to the front of the queue.
 """
 
 import json
@@ -69,6 +71,9 @@ class Replicas:
         self._returned: deque[Request] = deque()
         """What those had not finished."""
 
+        self._left = rows
+        """Requests that no replica was given yet, at most, if that is known."""
+
         shares = share_out(config, count)
         each = None if rows is None else -(-rows // count)
         self._members = [_Member(at, share, each) for at, share in enumerate(shares)]
@@ -130,12 +135,15 @@ class Replicas:
         """
         batches: dict[int, list[Request]] = {}
         state = "full"
-        while (member := max(self._members, key=lambda m: m.room)).room > 0:
+        share = None if self._left is None else self._left // len(self._members)
+        while (member := max(self._members, key=lambda m: m.room(share))).room(share) > 0:
             request = self._returned.popleft() if self._returned else next(source, _ENDED)
             if request is None or request is _ENDED:
                 state = "not yet" if request is None else "ended"
                 break
             assert isinstance(request, Request)
+            if self._left is not None:
+                self._left -= 1
             member.given[request.request_id, request.sample_index] = request
             batches.setdefault(member.number, []).append(request)
         for number, batch in batches.items():
@@ -184,6 +192,8 @@ class Replicas:
         error = member.news()
         self._returned.extendleft(reversed(member.given.values()))
         rows = len(member.given)
+        if self._left is not None:
+            self._left += rows
         self._past.append(member.retire())
         if error.exit_code == _USAGE or member.deaths > MAX_RESTARTS:
             raise error
@@ -225,13 +235,21 @@ class _Member:
         self._child: Child | None = None
         self._partial = b""
 
-    @property
-    def room(self) -> int:
-        """How many more requests it should have: a quarter more than it runs at once."""
+    def room(self, share: int | None) -> int:
+        """How many more requests it should have.
+
+        Beside those that it runs at once, half of what is still to come for it: a quarter as many
+        at least, as many again at most.
+
+        Args:
+            share: What is still to come for it, if that is known.
+        """
         if self.about is None:
             return 0
-        width = self.about["settings"]["max_num_seqs"]
-        return int(width) + max(2, int(width) // 4) - len(self.given)
+        width = int(self.about["settings"]["max_num_seqs"])
+        least = max(2, width // 4)
+        spare = least if share is None else max(least, min(width, share // 2))
+        return width + spare - len(self.given)
 
     def start(self) -> None:
         """Start a process."""

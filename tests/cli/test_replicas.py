@@ -275,3 +275,16 @@ def test_statistics_of_engines_add_up() -> None:
     assert (total.max_num_batched_tokens, total.kv_account) == (8, "a")
     assert total.schedule.rounds == {"plain": 1, "full": 2, "compact": 0}
     assert merge([a]) == a
+
+
+@pytest.mark.parametrize(
+    ("share", "spare"), [(10_000, 64), (128, 64), (100, 50), (32, 16), (0, 16), (None, 16)]
+)
+def test_a_replica_has_as_many_more_as_it_runs_but_few_towards_the_end(
+    share: int | None, spare: int
+) -> None:
+    """Rows of one length end all at once: a whole batch has to be there already."""
+    member = replicas._Member(0, share_out(EngineConfig(model="demo", device="cpu"), 1)[0], None)
+    assert member.room(share) == 0, "it still loads"
+    member.about = {"settings": {"max_num_seqs": 64}}
+    assert member.room(share) == 64 + spare
