@@ -19,13 +19,14 @@ from triton import knobs
 
 def dependent(x: torch.Tensor) -> dict[str, Any]:
     """Launch arguments for a kernel with a DEPENDENT flag, on the device of `x`."""
-    if x.is_cuda and _capable(x.device):
+    if x.is_cuda and capable(x.device):
         return {"DEPENDENT": True, "launch_pdl": True}
     return {"DEPENDENT": False}
 
 
 @cache
-def _capable(device: torch.device) -> bool:
+def capable(device: torch.device) -> bool:
+    """Has this CUDA device such launches?"""
     return not knobs.runtime.interpret and torch.cuda.get_device_capability(device)[0] >= 9
 
 

@@ -4,12 +4,15 @@ x [T, in], W [out, in], y [T, out]; reads W once: out*in*itemsize bytes a call.
 
 On a CPU, float32 weights are re-ordered once into oneDNN's blocked layout. A product with few rows
 then runs at memory speed (SmolLM2-135M on two cores: 8 rows 26 ms instead of 79, 1 row 23 instead
-of 47), and gives every row the same bits whatever else is in the batch.
+of 47), and gives every row the same bits whatever else is in the batch. On a GPU few rows take a
+kernel of ours where that is faster.
 """
 
 import os
 
 import torch
+
+from engine.kernels.few_rows import few_rows_of, few_rows_triton
 
 # torch keeps one compiled oneDNN product per shape, up to 1024 of them at some 0.4 MB each; prompts
 # of many lengths then hold half a gigabyte. Rounds need a few dozen. Read at the first product.
@@ -33,7 +36,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 class Linear:
     """An immutable matrix and bias, applied to rows."""
 
-    __slots__ = ("bias", "in_features", "out_features", "packed", "weight")
+    __slots__ = ("bias", "few", "in_features", "out_features", "packed", "weight")
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool = True
@@ -51,6 +54,7 @@ class Linear:
         self.weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self.packed else weight
         )
+        self.few = few_rows_of(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to `x` [T, in]; returns [T, out] in x's dtype."""
@@ -59,4 +63,10 @@ class Linear:
                 x, self.weight, self.bias, "none", [], ""
             )
             return y
+        if self.few is not None and self.takes_few(len(x)):
+            return few_rows_triton(x, self.weight, self.bias, self.few)
         return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    def takes_few(self, rows: int) -> bool:
+        """Are so many rows few enough for a kernel of ours?"""
+        return self.few is not None and rows <= self.few.most_rows

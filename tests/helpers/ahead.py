@@ -84,7 +84,7 @@ def compiling(folder: Path) -> Iterator[Compiled]:
     with (
         patch.object(JITFunction, "run", run),
         patch.object(torch.Tensor, "is_cuda", True, create=True),
-        patch("engine.kernels.launch._capable", lambda _: False),
+        patch("engine.kernels.launch.capable", lambda _: False),
         patch.dict(os.environ, TRITON_DEFAULT_FP_FUSION="1"),  # what it is; triton warns of it
     ):
         yield found
