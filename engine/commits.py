@@ -1,7 +1,7 @@
 """Results taken in: tokens to their sequences, rounds to the totals, ends to whoever asked."""
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 
 from engine.outcomes import Output, complete, not_finite
 from engine.request import Round
@@ -53,7 +53,7 @@ class Commits:
             What has ended.
         """
         finished: list[Output] = []
-        rounds: list[Round] = []
+        rounds: list[tuple[int, int, int]] = []
         output_tokens, scheduler = 0, self._scheduler
         for sequence, tokens, verify_len in results:
             if not tokens:
@@ -65,7 +65,9 @@ class Commits:
             output_tokens += kept
             if verify_len:
                 if verify_len > 1:
-                    rounds.append(_record(sequence, len(tokens), kept, verify_len - 1))
+                    found = _round(len(tokens), kept, verify_len - 1)
+                    sequence.rounds.append(found)
+                    rounds.append((found.drafted, found.accepted, kept))
                 # the last kept token is the next anchor: its KV is not there yet
                 scheduler.advance(sequence, sequence.num_computed + kept)
             if end is not None:
@@ -75,7 +77,7 @@ class Commits:
         if output_tokens and not self._stats.until_first_token:
             self._note_first_token(now)
         self._stats.output_tokens += output_tokens
-        self._stats.count_rounds((r.drafted, r.accepted, r.committed) for r in rounds)
+        self._stats.count_rounds(rounds)
         return finished
 
     def _note_first_token(self, now: float) -> None:
@@ -89,14 +91,9 @@ class Commits:
         self._scheduler.retire(sequence)
 
 
-def _record(sequence: Sequence, committed: int, kept: int, checked: int) -> Round:
-    """A round that checked drafts, after the cut."""
+@cache
+def _round(committed: int, kept: int, checked: int) -> Round:
+    """A round that checked drafts, after the cut: there are few kinds, and many of each."""
     # a sequence that ended inside the drafts never output what follows
     drafted = kept if kept < committed else checked
-    found = _round(drafted, min(committed - 1, kept), kept)
-    sequence.rounds.append(found)
-    return found
-
-
-_round = lru_cache(maxsize=None)(Round)
-"""There are few kinds of rounds, and many of each."""
+    return Round(drafted, min(committed - 1, kept), kept)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,6 +98,8 @@ class Decisions:
             told = group.share([x.tolist() for x in scale])
         for x, values in zip(scale, told, strict=True):
             x.copy_(torch.tensor(values))
+        self._bound: tuple[list[int], list[int]] = [], []
+        self._bound_arrays = np.empty((2, 0), dtype=np.int64)
         self._measured = config.cost_table is None
         self._most_measurable = runner.rows.spare
         self.planner = Planner(
@@ -206,17 +209,22 @@ class Decisions:
 
     def decide(self, batch: Items[Sequence]) -> Decided:
         """What the next round does."""
-        who = Batch(
-            np.array([s.row for s in batch]),
-            np.array([s.generation for s in batch]),
-            sum(len(s.token_ids) for s in batch),
-        )
+        rows, generations = self._bindings(batch)
+        who = Batch(rows, generations, sum([len(s.token_ids) for s in batch]))
         plan = None
         if self._group.rank == 0:
             plan = self.planner.plan(who, self._runner.captured(batch))
         plan = self._tell(plan)
         self._audit.check(plan, len(batch))
         return Decided(plan, self.planner.round, who, self.planner.predicted)
+
+    def _bindings(self, batch: Items[Sequence]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows and generations [R]; those of the round before, most often."""
+        bound = [s.row for s in batch], [s.generation for s in batch]
+        if bound != self._bound:
+            self._bound, self._bound_arrays = bound, np.array(bound)
+        rows, generations = self._bound_arrays
+        return rows, generations
 
     def _tell(self, plan: Plan | None) -> Plan:
         """Rank 0's plan, on every rank: all enter this in every round, whatever each would do."""
@@ -287,18 +295,16 @@ class Decisions:
         ended = np.array([s.ended for s in members], dtype=bool)
         whole = going & ~ended
         committed = np.where(whole, result.committed, 0)
-        self.planner.observe(
-            decided.round,
-            Outcome(
-                decided.batch.rows,
-                decided.batch.generations,
-                result.verify_lens,
-                committed,
-                result.survival if decided.plan.path != "plain" else None,
-            ),
+        outcome = Outcome(
+            decided.batch.rows,
+            decided.batch.generations,
+            result.verify_lens,
+            committed,
+            result.survival if decided.plan.path != "plain" else None,
         )
-        if result.survival is not None:
-            self._calibrate(result, committed)
+        self.planner.observe(decided.round, outcome)
+        if outcome.survival is not None:
+            self._calibrate(outcome)
         if self.on_result is not None:
             self.on_result(members, result, whole)
         if self.on_round is not None:
@@ -318,21 +324,18 @@ class Decisions:
                 )
             )
 
-    def _calibrate(self, result: RoundResult, committed: NDArray[np.int64]) -> None:
+    def _calibrate(self, outcome: Outcome) -> None:
         """Survivals of verified drafts against what stayed, by tenth."""
-        assert result.survival is not None
-        column = np.arange(self._gamma)
-        looked = (column < result.verify_lens[:, None] - 1) & (committed[:, None] > 0)
-        stayed = column < committed[:, None] - 1
-        survival = result.survival[looked]
-        bins = np.minimum((survival * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-        stats, size = self._stats, CALIBRATION_BINS
-        for name, weights in (
-            ("foreseen_at", survival),
-            ("checked_at", np.ones_like(bins)),
-            ("accepted_at", stayed[looked].astype(int)),
-        ):
-            sums = np.bincount(bins, weights, size)
-            kind = float if name == "foreseen_at" else int
-            before = getattr(stats, name)
-            setattr(stats, name, [kind(b + s) for b, s in zip(before, sums, strict=True)])
+        assert outcome.survival is not None
+        looked, kept = outcome.looked_at(self._gamma)
+        survival, size = outcome.survival[looked], CALIBRATION_BINS
+        bins = np.minimum((survival * size).astype(np.int64), size - 1)
+        stats = self._stats
+        stats.foreseen_at = _more(stats.foreseen_at, np.bincount(bins, survival, size))
+        stats.checked_at = _more(stats.checked_at, np.bincount(bins, None, size))
+        stats.accepted_at = _more(stats.accepted_at, np.bincount(bins[kept[looked]], None, size))
+
+
+def _more(before: list[Any], sums: NDArray[Any]) -> list[Any]:
+    total: list[Any] = (np.array(before) + sums).tolist()
+    return total

@@ -253,7 +253,7 @@ class CostMeter:
 
     def _place(self, batch: Items[Sequence], context: int) -> None:
         rows = self._runner.rows
-        index = rows.upload(torch.tensor([s.row for s in batch]))
+        index = rows.uploads.send_integers([s.row for s in batch])
         anchors = torch.full_like(index, batch[0].token_ids[-1])
         rows.place(index, torch.full_like(index, context), anchors)
 

@@ -18,9 +18,9 @@ class End:
     """Characters of the decoded output to keep; None = all."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable state of one request.
+    """Mutable state of one request; equal to itself alone.
 
     `num_computed` tokens have KV in target and draft caches, or will have before the next step
     reads them. It decodes when all but the last token, the anchor, are computed; a sequence without
@@ -34,6 +34,9 @@ class Sequence:
     """Prompt tokens."""
 
     num_computed: int = 0
+    decoding: bool = False
+    """Has it an anchor, and KV for everything before it? Kept by the scheduler."""
+
     row: int = -1
     epoch: int = 0
     """Preemptions so far: results of steps launched in an earlier epoch are void."""
@@ -76,11 +79,6 @@ class Sequence:
         """Tokens to compute before decoding: the prompt, or all but the anchor after preemption."""
         num_tokens = len(self.token_ids)
         return num_tokens if num_tokens == self.num_prompt else num_tokens - 1
-
-    @property
-    def decoding(self) -> bool:
-        """Has it an anchor, and KV for everything before it?"""
-        return self.num_computed >= self.prefill_end
 
     def full_digests(self, num_tokens: int, kv_block_size: int) -> list[bytes]:
         """Digests of the blocks that the first `num_tokens` tokens fill."""

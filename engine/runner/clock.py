@@ -20,6 +20,8 @@ class Clock:
         self.seconds = seconds
         self._on_device = device.type == "cuda"
         self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Of phases that were counted, to be used again."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -31,7 +33,7 @@ class Clock:
             finally:
                 self._add(name, time.perf_counter() - begin)
             return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = self._free.pop() if self._free else _events()
         start.record()
         try:
             yield
@@ -44,6 +46,7 @@ class Clock:
         while self._open and self._open[0][2].query():
             name, start, end = self._open.popleft()
             self._add(name, start.elapsed_time(end) / 1e3)
+            self._free.append((start, end))
 
     def busy(self) -> bool:
         """Has the device work left of the last phase? Decides nothing, so it may look."""
@@ -75,3 +78,7 @@ class Clock:
 
     def _add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -89,8 +89,7 @@ class Graphs:
         if values[1:] == self._loaded[1:]:  # and a round the rows of the one before
             self._inputs[:1].fill_(values[0])
         else:
-            there = torch.tensor(values).pin_memory()
-            self._inputs[: len(values)].copy_(there, non_blocking=True)
+            self._steps.rows.uploads.send_integers(values, self._inputs)
         self._loaded = values
 
     def draft(self, plan: Plan, needs: Needs) -> DraftGraph:

@@ -12,7 +12,7 @@ from engine.runner.batch import Members, Needs
 from engine.runner.clock import Clock
 from engine.runner.graphs import Graphs
 from engine.runner.out_of_memory import release_caches
-from engine.runner.pending import Pending
+from engine.runner.pending import Downloads, Pending
 from engine.runner.prefills import PrefillGraph
 from engine.runner.rows import Rows
 from engine.runner.steps import Networks, Prompt, Steps, query_bound
@@ -39,6 +39,7 @@ class ModelRunner:
         self.rows = rows
         self.steps = Steps(networks, rows)
         self.clock = Clock(seconds, rows.device)
+        self._downloads = Downloads()
         on_cuda = rows.device.type == "cuda"
         self.overlapped = on_cuda if overlapped is None else overlapped
         """Are results of a step taken in while the next one runs?"""
@@ -84,7 +85,7 @@ class ModelRunner:
         with self.clock.phase("prefill"):
             members = self._members(sequences)
             hidden = self.steps.prefill(members, self._prompt(chunks))
-            return Pending(self._place(chunks, hidden))
+            return Pending(self._place(chunks, hidden), self._downloads)
 
     def _replay(self, captured: PrefillGraph, chunks: Items[Chunk]) -> Pending:
         """`prefill` from a graph; chunks that end fresh prompts come first."""
@@ -93,7 +94,7 @@ class ModelRunner:
         captured.graph.replay()
         self.first_logits = captured.logits.clone()
         self._place_resumed(chunks)
-        return Pending(captured.result[: sum(c.samples for c in chunks)])
+        return Pending(captured.result, self._downloads, sum(c.samples for c in chunks))
 
     def captured(self, sequences: Items[Sequence]) -> Set[tuple[Path, int, int]]:
         """Rounds of these sequences that can be replayed: (path, requests, tokens)."""
@@ -133,7 +134,7 @@ class ModelRunner:
         if self.graphs is None:
             members, budget = self._members(sequences), None
             if plan.budget is not None:
-                budget = self.rows.upload(torch.tensor([plan.budget]))
+                budget = self.rows.uploads.send_integers([plan.budget])
             with self.clock.phase("verify"):
                 needs = self._needs(sequences)
                 return Pending(
@@ -144,14 +145,15 @@ class ModelRunner:
                         filtered=needs.filtered,
                         budget=budget,
                         num_tokens=plan.tokens,
-                    )
+                    ),
+                    self._downloads,
                 )
         with self.clock.capturing():
             captured = self.graphs.verify(plan, self._needs(sequences))
         self.graphs.load([s.row for s in sequences], plan)
         with self.clock.phase("verify"):
             captured.graph.replay()
-        return Pending(captured.result[: len(sequences)])
+        return Pending(captured.result, self._downloads, len(sequences))
 
     def round(self, sequences: Items[Sequence], plan: Plan) -> Pending:
         """A whole round whose plan does not wait for its drafts: `draft`, then `verify`."""
@@ -160,7 +162,10 @@ class ModelRunner:
     def survival(self, drafts: Drafts, count: int) -> NDArray[np.float64]:
         """[count, G] of a draft pass, once it is there: waits for the device."""
         assert drafts.survival is not None
-        return Pending(drafts.survival[:count]).wait().astype(np.float64)
+        found: NDArray[np.float64] = (
+            Pending(drafts.survival, self._downloads, count).wait().astype(np.float64)
+        )
+        return found
 
     def release(self) -> None:
         """Give back all memory that is not needed to go on: captured rounds, and what torch keeps.
@@ -208,7 +213,7 @@ class ModelRunner:
         return Needs(self.steps.speculating, **_sampling_needs(sequences), crowd=crowd)
 
     def _prompt(self, chunks: Items[Chunk]) -> Prompt:
-        upload = self.rows.upload
+        upload = self.rows.uploads.send
         ids = [t for c in chunks for t in c.sequence.token_ids[c.start : c.start + c.count]]
         positions = [p for c in chunks for p in range(c.start, c.start + c.count)]
         ends = torch.tensor([0, *(c.count for c in chunks)]).cumsum(0)
@@ -223,7 +228,7 @@ class ModelRunner:
 
     def _place(self, chunks: Items[Chunk], hidden: torch.Tensor) -> torch.Tensor:
         """First tokens [fresh prompts, 2], and the rows of all prompts that end here."""
-        upload = self.rows.upload
+        upload = self.rows.uploads.send
         self._place_resumed(chunks)
         ends = torch.tensor([c.count for c in chunks]).cumsum(0)
         fresh = [i for i, c in enumerate(chunks) if c.samples]
@@ -246,12 +251,12 @@ class ModelRunner:
         if resumed:
             self.rows.place(
                 self._index(resumed),
-                self.rows.upload(torch.tensor([s.prefill_end for s in resumed])),
-                self.rows.upload(torch.tensor([s.token_ids[-1] for s in resumed])),
+                self.rows.uploads.send_integers([s.prefill_end for s in resumed]),
+                self.rows.uploads.send_integers([s.token_ids[-1] for s in resumed]),
             )
 
     def _index(self, sequences: Items[Sequence]) -> torch.Tensor:
-        return self.rows.upload(torch.tensor([s.row for s in sequences]))
+        return self.rows.uploads.send_integers([s.row for s in sequences])
 
 
 def _sampling_needs(sequences: Items[Sequence]) -> dict[str, bool]:

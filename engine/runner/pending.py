@@ -1,7 +1,7 @@
 """Results on their way to the host: asked for once, waited for, never polled."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,29 +11,66 @@ from engine.sequence import Sequence
 from engine.spec.planner import Decided
 
 
-class Pending:
-    """A tensor that a step will produce."""
+class Downloads:
+    """Where results of one device land: pinned memory, and events, that are used again."""
 
-    def __init__(self, result: torch.Tensor) -> None:
+    def __init__(self) -> None:
+        """Nothing has been asked for yet."""
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Landing]] = {}
+
+    def take(self, like: torch.Tensor) -> "Landing":
+        """Memory for a result such as `like`."""
+        free = self._free.get((like.shape, like.dtype))
+        if free:
+            return free.pop()
+        there = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return Landing(there, there.numpy(), torch.cuda.Event())
+
+    def give_back(self, landing: "Landing") -> None:
+        """Its result has been read."""
+        there = landing.there
+        self._free.setdefault((there.shape, there.dtype), []).append(landing)
+
+
+class Landing(NamedTuple):
+    """Pinned memory, and when it is filled."""
+
+    there: torch.Tensor
+    values: NDArray[Any]
+    filled: torch.cuda.Event
+
+
+class Pending:
+    """The first values of a tensor that a step will produce."""
+
+    def __init__(
+        self, result: torch.Tensor, downloads: Downloads, count: int | None = None
+    ) -> None:
         """Start the copy to the host, behind everything the current stream has been given.
 
         Args:
-            result: Any shape; may be overwritten by later work on the stream.
+            result: [R, ...]; may be overwritten by later work on the stream.
+            downloads: Of its device.
+            count: Of the first dimension, those that count; None: all.
         """
-        self._event: torch.cuda.Event | None = None
+        self._downloads = downloads
+        self._count = len(result) if count is None else count
+        self._landing: Landing | None = None
         if result.is_cuda:
-            self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            self._host.copy_(result, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._landing = downloads.take(result)
+            self._landing.there.copy_(result, non_blocking=True)
+            self._landing.filled.record()
         else:
-            self._host = result.clone()
+            self._values = result.clone().numpy()
 
     def wait(self) -> NDArray[Any]:
         """The values, once they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.numpy()
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.filled.synchronize()
+            self._values = landing.values[: self._count].copy()
+            self._downloads.give_back(landing)
+        return self._values[: self._count]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -138,26 +139,29 @@ class Prefills:
 
     def load(self, captured: PrefillGraph, chunks: Items[Chunk]) -> None:
         """Say what to compute: chunks that end a fresh prompt come first."""
-        to, spare = captured.inputs, self._steps.rows.spare
-        there = _Inputs.on(Size(len(to.token_ids), len(to.rows)), torch.device("cpu"))
-        count = len(chunks)
-        ids = [t for c in chunks for t in c.sequence.token_ids[c.start : c.start + c.count]]
-        there.token_ids[: len(ids)] = torch.tensor(ids)
-        there.positions[: len(ids)] = torch.cat(
-            [torch.arange(c.start, c.start + c.count) for c in chunks]
-        )
-        ends = torch.tensor([c.count for c in chunks]).cumsum(0)
-        there.ends[1 : count + 1], there.ends[count + 1 :] = ends, ends[-1]
-        there.seq_lens[:count] = torch.tensor([c.start + c.count for c in chunks])
-        there.rows.fill_(spare)
-        there.rows[:count] = torch.tensor([c.sequence.row for c in chunks])
-        there.last[:count] = ends - 1
-        there.started.fill_(spare)
+        spare, counts = self._steps.rows.spare, [c.count for c in chunks]
+        tokens, slots = len(captured.inputs.token_ids), len(captured.inputs.rows)
+        ends = list(accumulate(counts))
         fresh = [c.sequence for c in chunks if c.samples]
-        there.started[: len(fresh)] = torch.tensor([s.row for s in fresh], dtype=torch.int64)
-        there.lengths[: len(fresh)] = torch.tensor([s.num_prompt for s in fresh], dtype=torch.int64)
-        whole = there.whole.pin_memory() if to.whole.is_cuda else there.whole
-        to.whole.copy_(whole, non_blocking=True)
+
+        def padded(values: list[int], length: int, padding: int) -> list[int]:
+            return values + [padding] * (length - len(values))
+
+        ids, positions = list[int](), list[int]()
+        for c in chunks:
+            ids += c.sequence.token_ids[c.start : c.start + c.count]
+            positions += range(c.start, c.start + c.count)
+        values = [
+            *padded(ids, tokens, 0),
+            *padded(positions, tokens, 0),
+            *padded([0, *ends], slots + 1, ends[-1]),
+            *padded([c.start + c.count for c in chunks], slots, 0),
+            *padded([c.sequence.row for c in chunks], slots, spare),
+            *padded([end - 1 for end in ends], slots, 0),
+            *padded([s.row for s in fresh], slots, spare),
+            *padded([s.num_prompt for s in fresh], slots, 0),
+        ]
+        self._steps.rows.uploads.send_integers(values, captured.inputs.whole)
 
     def _capture(self, size: Size, needs: Needs) -> PrefillGraph:
         steps, device = self._steps, self._steps.rows.device

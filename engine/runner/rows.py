@@ -6,7 +6,9 @@ import torch
 
 from engine.kernels.layout import Layout, gather_layout
 from engine.kernels.sampling import SamplingRows
+from engine.kernels.write_blocks import write_blocks
 from engine.request import SamplingParams
+from engine.runner.uploads import Uploads
 
 
 class Rows:
@@ -21,6 +23,7 @@ class Rows:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.device = device
+        self.uploads = Uploads(device)
         self.spare = num_rows
         """Index of the row that belongs to nobody."""
 
@@ -51,38 +54,29 @@ class Rows:
 
     def start(self, rows: Items[int], params: Items[SamplingParams], keys: Items[int]) -> None:
         """Bind requests to rows: their sampling parameters and noise keys."""
-        index = self.upload(torch.tensor(list(rows)))
+        index = self.uploads.send_integers(rows)
         floats = [[getattr(p, f) for p in params] for f in ("temperature", "top_p", "min_p")]
         ints = [[p.top_k for p in params], list(keys)]
-        self._floats[:, index] = self.upload(torch.tensor(floats))
-        self._ints[:, index] = self.upload(torch.tensor(ints))
+        self._floats[:, index] = self.uploads.send(torch.tensor(floats))
+        self._ints[:, index] = self.uploads.send(torch.tensor(ints))
         for row in rows:
             self._num_blocks[row] = 0
 
     def set_blocks(self, rows: Items[int], blocks: Items[list[int]]) -> None:
         """Copy what the rows' tables lack, in one go; a request's blocks only ever grow."""
-        new = [
-            (row, column, ids[column])
-            for row, ids in zip(rows, blocks, strict=True)
-            for column in range(self._num_blocks[row], len(ids))
-        ]
-        if not new:
-            return
+        known, new = self._num_blocks, list[int]()
         for row, ids in zip(rows, blocks, strict=True):
-            self._num_blocks[row] = len(ids)
-        where = self.upload(torch.tensor(new))
-        self.block_table[where[:, 0], where[:, 1]] = where[:, 2].int()
+            if known[row] < len(ids):
+                for column in range(known[row], len(ids)):
+                    new += row, column, ids[column]
+                known[row] = len(ids)
+        if new:
+            write_blocks(self.block_table, self.uploads.send_integers(new).view(-1, 3))
 
     def place(self, index: torch.Tensor, num_computed: torch.Tensor, anchor: torch.Tensor) -> None:
         """Put rows `index` [R] before their next round: both values [R] int64."""
         self.num_computed[index] = num_computed
         self.anchor[index] = anchor
-
-    def upload(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy a host tensor to the device without waiting for it."""
-        if self.device.type == "cuda":
-            return x.pin_memory().to(self.device, non_blocking=True)
-        return x
 
 
 def _sampling_rows(floats: torch.Tensor, ints: torch.Tensor) -> SamplingRows:

@@ -91,6 +91,10 @@ class CostTable:
     def _curves(self) -> dict[int, tuple[Floats, Floats]]:
         return {}
 
+    @cached_property
+    def _verified(self) -> dict[tuple[int, tuple[int, ...]], list[float]]:
+        return {}
+
     def plain_ms(self, requests: int, kv_tokens: int) -> float:
         """A plain step of `requests` requests with `kv_tokens` KV tokens together."""
         beyond = kv_tokens - requests * self.context
@@ -107,9 +111,21 @@ class CostTable:
         Returns:
             [n] milliseconds.
         """
-        beyond = kv_tokens - requests * self.context
-        fixed = self._along_requests("draft", requests) + beyond * self.kv.round
+        fixed = self._fixed_ms(requests, kv_tokens)
         return np.maximum(fixed + self._verify_ms(requests, tokens), 1e-6)
+
+    def each_round_ms(self, requests: int, tokens: tuple[int, ...], kv_tokens: int) -> list[float]:
+        """`round_ms` of sizes that are asked for again and again."""
+        key = requests, tokens
+        if key not in self._verified:
+            self._verified[key] = self._verify_ms(requests, np.array(tokens)).tolist()
+        fixed = self._fixed_ms(requests, kv_tokens)
+        return [max(fixed + ms, 1e-6) for ms in self._verified[key]]
+
+    def _fixed_ms(self, requests: int, kv_tokens: int) -> float:
+        """Of a round with drafts, whatever it verifies."""
+        beyond = kv_tokens - requests * self.context
+        return self._along_requests("draft", requests) + beyond * self.kv.round
 
     def _along_requests(self, kind: Literal["plain", "draft"], requests: int) -> float:
         key = kind, requests

@@ -10,7 +10,6 @@ from engine import Engine
 from engine.kernels.acceptance import Drafts
 from engine.runner.graphs import Graphs
 from engine.runner.rows import Rows
-from engine.spec.plan import Plan
 from engine.spec.tiers import Tiers
 
 
@@ -54,11 +53,6 @@ def _tensors(x: torch.Tensor | Drafts | tuple[torch.Tensor, ...]) -> list[torch.
 
 class HostGraphs(Graphs):
     """Graphs whose replays run eagerly; input buffer, padding, tiers and results are theirs."""
-
-    def load(self, rows: Any, plan: Plan) -> None:
-        padding = [self._steps.rows.spare] * (plan.requests - len(rows))
-        values = [plan.budget or 0, *rows, *padding]
-        self._inputs[: len(values)] = torch.tensor(values)
 
     def present(self, index: torch.Tensor) -> Any:
         return _Present(self._steps.rows, index)

@@ -14,6 +14,7 @@ from engine.kernels.norms import (
 )
 from engine.kernels.slot_mapping import slot_mapping_ref, slot_mapping_triton
 from engine.kernels.step_inputs import step_inputs, step_inputs_ref, step_inputs_triton
+from engine.kernels.write_blocks import write_blocks, write_blocks_ref, write_blocks_triton
 from tests.helpers.close import assert_as_good_as
 from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton
 
@@ -140,3 +141,19 @@ def test_a_padded_step_has_no_slots_in_its_padding() -> None:
     want = slot_mapping_ref(table, inputs.positions, inputs.cu_seqlens_q, 16)
     torch.testing.assert_close(slots, want, rtol=0, atol=0)
     assert slots[5:].tolist() == [PAD_SLOT] * 6
+
+
+@needs_triton
+@pytest.mark.parametrize("count", [0, 1, 128, 300])
+def test_new_blocks_go_where_they_belong_and_nowhere_else(count: int) -> None:
+    places = torch.randperm(20 * 16)[:count]
+    blocks = torch.randint(0, 1 << 20, (count,))
+    entries = torch.stack((places // 16, places % 16, blocks), dim=1).to(KERNEL_DEVICE)
+    table = torch.full((20, 16), -7, dtype=torch.int32, device=KERNEL_DEVICE)
+    want = table.clone()
+    write_blocks_ref(want, entries)
+    write_blocks_triton(table, entries)
+    assert torch.equal(table, want)
+    assert int((table != -7).sum()) == count
+    with pytest.raises(ValueError, match="entries"):
+        write_blocks(table, entries.int())
