@@ -32,6 +32,9 @@ _READ_BYTES = 1 << 20
 _SOON_S = 0.02
 """Until the source is asked again after it had nothing yet."""
 
+_MESSAGE = 32
+"""Requests that are sent together, at most."""
+
 _LEAVE_S = 10.0
 _USAGE = 2
 
@@ -145,7 +148,10 @@ class Replicas:
             if self._left is not None:
                 self._left -= 1
             member.given[request.request_id, request.sample_index] = request
-            batches.setdefault(member.number, []).append(request)
+            batch = batches.setdefault(member.number, [])
+            batch.append(request)
+            if len(batch) == _MESSAGE:  # it may begin while others are prepared
+                member.send(batches.pop(member.number))
         for number, batch in batches.items():
             self._members[number].send(batch)
         return state
