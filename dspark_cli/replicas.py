@@ -32,9 +32,6 @@ _READ_BYTES = 1 << 20
 _SOON_S = 0.02
 """Until the source is asked again after it had nothing yet."""
 
-_MESSAGE = 32
-"""Requests that are sent together, at most."""
-
 _LEAVE_S = 10.0
 _USAGE = 2
 
@@ -150,7 +147,7 @@ class Replicas:
             member.given[request.request_id, request.sample_index] = request
             batch = batches.setdefault(member.number, [])
             batch.append(request)
-            if len(batch) == _MESSAGE:  # it may begin while others are prepared
+            if len(batch) == member.width:  # a batch of its own: it may begin meanwhile
                 member.send(batches.pop(member.number))
         for number, batch in batches.items():
             self._members[number].send(batch)
@@ -241,6 +238,11 @@ class _Member:
         self._child: Child | None = None
         self._partial = b""
 
+    @property
+    def width(self) -> int:
+        """Requests that it runs at once, once it is ready."""
+        return 0 if self.about is None else int(self.about["settings"]["max_num_seqs"])
+
     def room(self, share: int | None) -> int:
         """How many more requests it should have.
 
@@ -252,7 +254,7 @@ class _Member:
         """
         if self.about is None:
             return 0
-        width = int(self.about["settings"]["max_num_seqs"])
+        width = self.width
         least = max(2, width // 4)
         spare = least if share is None else max(least, min(width, share // 2))
         return width + spare - len(self.given)

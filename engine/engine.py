@@ -375,7 +375,7 @@ class Engine:
     def _round(self, batch: list[Sequence]) -> Decided:
         """Decide and launch a round."""
         begin = time.perf_counter()
-        decided = self.decisions.decide(batch)
+        decided = self.decisions.decide(batch, self._scheduler.soon)
         drafts = self.runner.draft(batch, decided.plan)
         decided = self.decisions.revise(decided, drafts)
         pending = self.runner.verify(batch, decided.plan, drafts)

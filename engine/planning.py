@@ -28,9 +28,10 @@ from engine.runner.out_of_memory import first_line, is_out_of_memory
 from engine.runner.pending import Launched, RoundResult
 from engine.sequence import Sequence
 from engine.spec.cost_table import CostTable
+from engine.spec.history import Batch, Outcome
 from engine.spec.host_times import HostTimes
 from engine.spec.plan import Plan
-from engine.spec.planner import Batch, Decided, Outcome, Planner
+from engine.spec.planner import Decided, Planner
 from engine.spec.tiers import Tiers
 from engine.telemetry import CALIBRATION_BINS, RoundRecord, ScheduleStats
 
@@ -207,10 +208,10 @@ class Decisions:
             self._runner.release()
             most = self._most_measurable = most // 2
 
-    def decide(self, batch: Items[Sequence]) -> Decided:
-        """What the next round does."""
+    def decide(self, batch: Items[Sequence], soon: int = 0) -> Decided:
+        """What the next round does; `soon` is as Batch has it."""
         rows, generations = self._bindings(batch)
-        who = Batch(rows, generations, sum([len(s.token_ids) for s in batch]))
+        who = Batch(rows, generations, sum([len(s.token_ids) for s in batch]), soon)
         plan = None
         if self._group.rank == 0:
             plan = self.planner.plan(who, self._runner.captured(batch))

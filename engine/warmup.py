@@ -30,6 +30,9 @@ CUDA_SEQS, CUDA_PREFILL = 256, 8192
 _GREEDY = SamplingParams()
 _HOT = SamplingParams(temperature=1.0, top_p=0.9)
 
+_SHORT = 16
+"""Tokens of a prompt that leaves most of a device idle."""
+
 
 class Memory(Protocol):
     """A device's memory, in bytes."""
@@ -260,6 +263,7 @@ def warm_up(
     pool = steps.settled() - steps.base
     before = memory.outside()
     steps.round(_GREEDY, 1)
+    steps.newcomer(_GREEDY)
     each = max(memory.outside() - before, 0)
     peak = max(steps.peak, steps.settled())
     captures = len(graph_tiers(sizes.max_num_seqs)) + steps.most_prefills
@@ -300,7 +304,14 @@ class _Warmup:
         budget, longest = self._sizes.max_num_batched_tokens, self._sizes.max_model_len - 1
         count = min(self._sizes.max_num_seqs, budget)
         lengths = [min(budget // count + (i < budget % count), longest) for i in range(count)]
-        sequences = self._sequences(params, [max(n, 1) for n in lengths])
+        self._prefill(params, [max(n, 1) for n in lengths])
+
+    def newcomer(self, params: SamplingParams) -> None:
+        """One short prompt: its attention is another kernel, split over what it sees."""
+        self._prefill(params, [max(min(_SHORT, self._sizes.max_model_len - 1), 1)])
+
+    def _prefill(self, params: SamplingParams, lengths: Items[int]) -> None:
+        sequences = self._sequences(params, lengths)
         self._watch()
         self._runner.start(sequences)
         chunks = [Chunk(s, 0, s.num_prompt, admitted=True) for s in sequences]

@@ -183,9 +183,10 @@ def paged_attention_triton(
             num_splits,
             D=head_dim,
             BLOCK_D=block_d,
-            SPLITS=triton.next_power_of_2(num_splits),
+            # a prefill has any number: one kernel for all, or each would be compiled in mid-run
+            SPLITS=triton.next_power_of_2(num_splits) if one_tile else _MAX_SPLITS,
             **dependent(q),
-            num_warps=4 if num_splits > 8 else 1,
+            num_warps=4 if num_splits > 8 or not one_tile else 1,
         )
     return out
 

@@ -100,3 +100,24 @@ def test_newcomers_start_together() -> None:
     made.add(sequence("last", 3))
     made.together = 0
     assert len(made.prefill()) == 1, "no more to come"
+
+
+def test_who_is_there_soon_has_rows_blocks_and_a_short_prompt() -> None:
+    made = scheduler(blocks=20, budget=28)
+    assert made.soon == 0
+    for i in range(5):
+        made.add(sequence(str(i), 4))  # two blocks each
+    assert made.soon == 5
+    done(made, made.prefill())
+    assert made.soon == len(made.running) == 5
+    for i in range(9):
+        made.add(sequence(f"more {i}", 4))
+    assert made.soon == made.max_num_seqs, "rows"
+    few = scheduler(blocks=2)
+    for i in range(5):
+        few.add(sequence(str(i), 4))
+    assert few.soon == SIZE * 2 // 2, "blocks"
+    late = scheduler(blocks=400, budget=3)
+    for i in range(5):
+        late.add(sequence(str(i), 12))
+    assert late.soon == 2, "eight steps of three tokens are two prompts"

@@ -109,6 +109,7 @@ def test_the_largest_steps_run_and_are_accounted_for(
         "round of 6 sampled",
         "prefill 50 tokens of 6",
         "round of 1",
+        "prefill 16 tokens of 1",
     ]
     # 100 held, 20 kept by the first round, 60 taken by the second: the highest of all moments
     assert (use.weights, use.steps, use.graphs, use.graph_pool) == (100, 90, 0, 0)

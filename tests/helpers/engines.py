@@ -13,8 +13,8 @@ from engine import Completion, Engine, EngineConfig, Request, SamplingParams
 from engine.dist.group import Group
 from engine.kernels.acceptance import Drafts
 from engine.runner.batch import Members
+from engine.spec.history import Batch
 from engine.spec.plan import Plan
-from engine.spec.planner import Batch
 
 
 def make_engine(

@@ -13,8 +13,9 @@ from engine import Engine
 from engine.kernels.acceptance import Drafts
 from engine.runner.pending import Launched, RoundResult
 from engine.sequence import Sequence
+from engine.spec.history import Outcome
 from engine.spec.plan import Plan
-from engine.spec.planner import Decided, Outcome
+from engine.spec.planner import Decided
 
 NOISE = 1e-3
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from engine.spec.cost_table import Cell, CostTable
+from engine.spec.history import Batch, Outcome
 from engine.spec.host_times import HostTimes
-from engine.spec.planner import Batch, Outcome, Planner
+from engine.spec.planner import Planner
 
 G = 7
 
