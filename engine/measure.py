@@ -49,7 +49,10 @@ class RoundTimes:
     """Wall time in which the device computed neither: waiting for the host."""
 
     floor: float
-    """The matrix products alone, beside the rounds."""
+    """The matrix products alone, beside the rounds: the engine's or torch's, the faster ones."""
+
+    torch_floor: float
+    """Torch's."""
 
     committed: float
     """Tokens a request commits per round."""
@@ -101,7 +104,7 @@ def measure_round(
         )
         for i in range(num_reqs)
     ]
-    floor = _floor(engine, num_reqs, width)
+    floor = _Floor(_floors(engine, num_reqs, width))
     engine.submit(many, speculate=speculate, verify="all")
     while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
         engine.step()
@@ -110,14 +113,14 @@ def measure_round(
         engine.step()
     _synchronize(engine)
     stretch = (time.perf_counter() - begin) / warmup * rounds
-    floors = _repeat(floor, stretch)
+    floor.measure(stretch)
     before, tokens = dict(engine.stats.seconds), engine.stats.output_tokens
     begin = time.perf_counter()
     for _ in range(rounds):
         engine.step()
     _synchronize(engine)
     wall = time.perf_counter() - begin
-    floors += _repeat(floor, stretch)
+    floor.measure(stretch)
     engine.runner.clock.settle()
     after = engine.stats.seconds
     spent = {p: after.get(p, 0.0) - before.get(p, 0.0) for p in ("draft", "verify")}
@@ -133,7 +136,8 @@ def measure_round(
         markov=_markov_ms(engine, num_reqs) if width > 1 else 0.0,
         verify=spent["verify"] * each,
         gap=max(wall - spent["draft"] - spent["verify"], 0.0) * each,
-        floor=median(floors),
+        floor=floor.least,
+        torch_floor=floor.of_torch,
         committed=committed,
         kv_bytes=kv * _kv_bytes_per_token(engine),
     )
@@ -173,22 +177,43 @@ def _round_products(engine: Engine, num_reqs: int, width: int) -> list[tuple[Lin
     return products
 
 
-def _floor(engine: Engine, num_reqs: int, width: int) -> Callable[[], float]:
-    """What says how many milliseconds a round takes at the least."""
+class _Floor:
+    """What a round takes at the least, over several stretches of time."""
+
+    def __init__(self, timers: list[Callable[[], float]]) -> None:
+        """Take what says milliseconds, torch's last."""
+        self._timers = timers
+        self._times: list[list[float]] = [[] for _ in timers]
+
+    def measure(self, seconds: float) -> None:
+        """Measure for `seconds`."""
+        for timer, times in zip(self._timers, self._times, strict=True):
+            times += _repeat(timer, seconds / len(self._timers))
+
+    @property
+    def least(self) -> float:
+        return min(map(median, self._times))
+
+    @property
+    def of_torch(self) -> float:
+        return median(self._times[-1])
+
+
+def _floors(engine: Engine, num_reqs: int, width: int) -> list[Callable[[], float]]:
+    """What says how many milliseconds a round takes at the least; with torch alone comes last."""
     net = engine.runner.net
     if not isinstance(net.target, DeepseekV4):
         products = _round_products(engine, num_reqs, width)
         ours = _timer(engine, lambda: None, products)
         if not any(matrix.takes_few(rows) for matrix, rows in products):
-            return ours
-        theirs = _timer(engine, lambda: None, products, torch_only=True)
-        return lambda: min(ours(), theirs())
+            return [ours]
+        return [ours, _timer(engine, lambda: None, products, torch_only=True)]
     assert net.draft is None or isinstance(net.draft, V4Drafter)
     gamma = net.num_speculative_tokens
     read = round_bytes(net.target, net.draft, num_reqs, width, gamma)
     at = Placement(net.target.embedding.dtype, engine.runner.rows.device)
     milliseconds = 1e3 * read / measure_ceiling(at).copy
-    return lambda: milliseconds
+    return [lambda: milliseconds]
 
 
 def _dense(engine: Engine) -> tuple[Decoder, Drafter | None]:

@@ -54,6 +54,7 @@ def test_rounds_and_plain_steps_against_their_products(call: Call) -> None:
     for row in body["rounds"]:
         assert row["wall"] > 0
         assert row["ratio"] == pytest.approx(row["wall"] / row["floor"])
+        assert row["torch_floor"] >= row["floor"]
         assert row["committed"] == 1 if not row["speculating"] else 1 <= row["committed"] <= 8
 
 
