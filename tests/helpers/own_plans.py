@@ -60,15 +60,15 @@ class OwnPlans:
 
         draft.confidence = confidence  # type: ignore[method-assign]
 
-    def _decide(self, batch: Items[Sequence]) -> Decided:
+    def _decide(self, batch: Items[Sequence], soon: int) -> Decided:
         if self._rank:
             rows, generations = ([getattr(s, n) for s in batch] for n in ("row", "generation"))
             who = type("Who", (), {})  # what a planner looks at
             who.rows, who.generations = np.array(rows), np.array(generations)
-            who.kv_tokens = sum(len(s.token_ids) for s in batch)
+            who.kv_tokens, who.soon = sum(len(s.token_ids) for s in batch), soon
             captured = self._engine.runner.captured(batch)
             self._mine = self._decisions.planner.plan(who, captured)  # type: ignore[arg-type]
-        return self._real["decide"](batch)  # type: ignore[no-any-return]
+        return self._real["decide"](batch, soon)  # type: ignore[no-any-return]
 
     def _revise(self, decided: Decided, drafts: Drafts | None) -> Decided:
         planner = self._decisions.planner
