@@ -261,9 +261,9 @@ def warm_up(
         steps.round(params, sizes.max_num_seqs)
     steps.prefill(_HOT)  # beside what captured rounds keep
     pool = steps.settled() - steps.base
+    steps.newcomer(_GREEDY)
     before = memory.outside()
     steps.round(_GREEDY, 1)
-    steps.newcomer(_GREEDY)
     each = max(memory.outside() - before, 0)
     peak = max(steps.peak, steps.settled())
     captures = len(graph_tiers(sizes.max_num_seqs)) + steps.most_prefills

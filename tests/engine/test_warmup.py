@@ -108,13 +108,42 @@ def test_the_largest_steps_run_and_are_accounted_for(
         "prefill 50 tokens of 6",
         "round of 6 sampled",
         "prefill 50 tokens of 6",
-        "round of 1",
         "prefill 16 tokens of 1",
+        "round of 1",
     ]
     # 100 held, 20 kept by the first round, 60 taken by the second: the highest of all moments
     assert (use.weights, use.steps, use.graphs, use.graph_pool) == (100, 90, 0, 0)
     assert use.outside == ledger.driver
     assert use.left(0.9) == 900 - 100 - 90 - ledger.driver
+
+
+def test_kernels_that_a_short_prompt_loads_are_not_counted_for_every_graph(
+    scratch: Networks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger()
+    real_init, real_prefill, real_round = (
+        ModelRunner.__init__,
+        ModelRunner.prefill,
+        ModelRunner.round,
+    )
+
+    def init(self: ModelRunner, *given: Any, use_graphs: bool, **more: Any) -> None:
+        real_init(self, *given, use_graphs=False, **more)
+
+    def prefill(self: ModelRunner, chunks: Items[Chunk]) -> Any:
+        ledger.driver += 50 * (len(chunks) == 1)
+        return real_prefill(self, chunks)
+
+    def round_(self: ModelRunner, sequences: Items[Sequence], plan: Plan) -> Any:
+        ledger.driver += 3
+        return real_round(self, sequences, plan)
+
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    monkeypatch.setattr(ModelRunner, "prefill", prefill)
+    monkeypatch.setattr(ModelRunner, "round", round_)
+    use = warm_up(scratch, SIZES, torch.device("cpu"), ledger, use_graphs=True)
+    assert use.graphs == 3 * len(graph_tiers(SIZES.max_num_seqs))
+    assert use.outside == 7 + 50 + 3 * 3
 
 
 def test_the_largest_prefill_is_cut_where_requests_are_few_or_short(scratch: Networks) -> None:
