@@ -47,6 +47,11 @@ class Counts:
         """Lines that need no more work."""
         return self.kept + self.done + self.failed
 
+    @property
+    def to_come(self) -> int | None:
+        """Lines that nobody works on yet, at most, as far as known."""
+        return None if self.total is None else self.total - self.settled - self.in_flight
+
 
 class Rate:
     """Tokens a second over the last seconds and over the run."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from dspark_cli.front import check_same
 from dspark_cli.parts import Share, share_out
+from dspark_cli.progress import Counts
 from engine.child import Child, how_it_ended
 from engine.config import EngineConfig
 from engine.errors import DSparkError, ProcessError
@@ -45,7 +46,7 @@ class Replicas:
     Args:
         config: The settings of each.
         count: How many.
-        rows: Requests to come, if that is known.
+        counts: Of the lines that requests are made for: how many in all, and still to come.
         say: Told of replicas that die.
         on_progress: Told how loading goes, as Engine's.
 
@@ -57,8 +58,8 @@ class Replicas:
         self,
         config: EngineConfig,
         count: int,
+        counts: Counts,
         *,
-        rows: int | None,
         say: Callable[[str], None],
         on_progress: Callable[[str, int, int], None],
     ) -> None:
@@ -71,11 +72,9 @@ class Replicas:
         self._returned: deque[Request] = deque()
         """What those had not finished."""
 
-        self._left = rows
-        """Requests that no replica was given yet, at most, if that is known."""
-
+        self._counts = counts
         shares = share_out(config, count)
-        each = None if rows is None else -(-rows // count)
+        each = None if counts.total is None else -(-counts.total // count)
         self._members = [_Member(at, share, each) for at, share in enumerate(shares)]
         try:
             for member in self._members:
@@ -135,15 +134,14 @@ class Replicas:
         """
         batches: dict[int, list[Request]] = {}
         state = "full"
-        share = None if self._left is None else self._left // len(self._members)
+        left = self._counts.to_come
+        share = None if left is None else (left + len(self._returned)) // len(self._members)
         while (member := max(self._members, key=lambda m: m.room(share))).room(share) > 0:
             request = self._returned.popleft() if self._returned else next(source, _ENDED)
             if request is None or request is _ENDED:
                 state = "not yet" if request is None else "ended"
                 break
             assert isinstance(request, Request)
-            if self._left is not None:
-                self._left -= 1
             member.given[request.request_id, request.sample_index] = request
             batch = batches.setdefault(member.number, [])
             batch.append(request)
@@ -195,8 +193,6 @@ class Replicas:
         error = member.news()
         self._returned.extendleft(reversed(member.given.values()))
         rows = len(member.given)
-        if self._left is not None:
-            self._left += rows
         self._past.append(member.retire())
         if error.exit_code == _USAGE or member.deaths > MAX_RESTARTS:
             raise error

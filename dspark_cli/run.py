@@ -200,7 +200,7 @@ class GenerateRun:
             )
 
     def _decode(self, job: Job, header: Header, pending: Iterator[Pending | None]) -> None:
-        front = self._open_front(job.counts.total)
+        front = self._open_front(job.counts)
         with closing(front):
             header.settle(front.engines[0]["settings"])
             self.stats, self.engines = front.stats, front.engines
@@ -226,11 +226,11 @@ class GenerateRun:
                 self.seconds = time.perf_counter() - started
                 self.engines = front.engines  # some may have come later
 
-    def _open_front(self, rows: int | None) -> Front:
+    def _open_front(self, counts: Counts) -> Front:
         """What completes the rows.
 
         Args:
-            rows: How many there are, if that is known.
+            counts: How many there are, if that is known, and what became of them so far.
         """
         count, address = self.given.data_parallel_size, self.given.cluster
         if address is not None:
@@ -238,12 +238,12 @@ class GenerateRun:
 
             return Cluster(self.config, address, count, say=self.say)
         if count is None or count == 1:
-            return Single(self._load(self.config, rows))
+            return Single(self._load(self.config, counts.total))
         from dspark_cli.replicas import Replicas
 
         progress = LoadProgress(self.given.quiet)
         try:
-            front = Replicas(self.config, count, rows=rows, say=self.say, on_progress=progress)
+            front = Replicas(self.config, count, counts, say=self.say, on_progress=progress)
         finally:
             progress.close()
         self.say(f"{count} engines are ready")

@@ -288,3 +288,24 @@ def test_a_replica_has_as_many_more_as_it_runs_but_few_towards_the_end(
     assert member.room(share) == 0, "it still loads"
     member.about = {"settings": {"max_num_seqs": 64}}
     assert member.room(share) == 64 + spare
+
+
+def test_what_is_to_come_is_what_nobody_has_yet(
+    many: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an earlier run counted as to come: near the end a replica took all that was left."""
+    many.write(ROWS[:30])
+    many.generate("--limit", "24", "--max-num-seqs", "2", "--draft", "none")
+    shares: list[int | None] = []
+    real = replicas._Member.room
+
+    def room(self: replicas._Member, share: int | None) -> int:
+        shares.append(share)
+        return real(self, share)
+
+    monkeypatch.setattr(replicas._Member, "room", room)
+    many.generate(*TWO)
+    seen = list(dict.fromkeys(shares))
+    assert seen[0] == 3
+    assert seen == sorted((s for s in seen if s is not None), reverse=True)
+    assert seen[-1] == 0
