@@ -242,7 +242,7 @@ def combine_kernel(
     num_splits,  # U
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,  # U or the next power of two
+    SPLITS: tl.constexpr,  # a power of two, U or more
     DEPENDENT: tl.constexpr,
 ):
     """Join the splits of one (token, head). Grid [T, Q]."""

@@ -111,7 +111,7 @@ def paged_attention_triton(
         causal: Among the queries of one request.
         window: Context tokens visible before the first query; 0 = all.
         max_kv_len: No request has more KV; None = M * S.
-        num_splits: Shares of the keys; None = from the other arguments.
+        num_splits: Shares of the keys, 1 to 64; None = from the other arguments.
         tile: Program shape; None = from the table.
 
     Returns:
@@ -134,6 +134,8 @@ def paged_attention_triton(
     if num_splits is None:
         kv_len = block_table.shape[1] * kv_block_size if max_kv_len is None else max_kv_len
         num_splits = choose_num_splits(num_tiles * kv_heads, kv_len, tile.block_n, num_sms(q))
+    if not 1 <= num_splits <= _MAX_SPLITS:
+        raise ValueError(f"num_splits: {num_splits} is not in [1, {_MAX_SPLITS}]")
     split = num_splits > 1
     part, lse = out, out
     if split:

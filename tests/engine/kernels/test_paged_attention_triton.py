@@ -153,6 +153,13 @@ def test_requests_of_several_tiles(causal: bool, window: int, num_splits: int) -
     case.check(causal=causal, window=window, num_splits=num_splits, tile=SMALL)
 
 
+@pytest.mark.parametrize("num_splits", [0, 65])
+def test_more_splits_than_can_be_joined(num_splits: int) -> None:
+    """One kernel joins those of all prefills: it would leave out what it has no place for."""
+    with pytest.raises(ValueError, match=r"num_splits: .* not in \[1, 64\]"):
+        Case.make([9], [40], heads=(2, 1)).kernel(scale=0.3, num_splits=num_splits)
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (2, 1), (6, 2), (4, 1), (8, 1), (20, 1)])
 def test_groups(heads: tuple[int, int]) -> None:
     case = Case.make([2, 3], [20, 11], heads=heads)
