@@ -6,8 +6,8 @@ where a matrix has few outputs, parts of its inputs are programs of their own, s
 memory's rate is asked for. The program that ends last adds the parts, in their order.
 
 W stands on the left, [BLOCK_N, k] times rows [k, BLOCK_M]: a tensor core's tile has 64 rows at the
-least, and only outputs are so many. Sums are float32. A row has the same bits beside any others.
-Reads out * in * itemsize bytes.
+least, and only outputs are so many. Sums are float32. A row has the same bits beside any others
+that are multiplied here. Reads out * in * itemsize bytes.
 """
 
 from typing import NamedTuple
@@ -83,6 +83,9 @@ def few_rows_triton(
 
     Returns:
         [T, out] in x's dtype.
+
+    Raises:
+        ValueError: There are more rows, or `way` is of another matrix.
     """
     dims = Dims()
     dims.check("x", x, "T K")
@@ -90,6 +93,8 @@ def few_rows_triton(
     rows, (columns, width) = x.shape[0], weight.shape
     if rows > 64:
         raise ValueError(f"x: {rows} rows, at most 64 can be")
+    if width % (way.parts * _BLOCK_K):  # the rest would be left out
+        raise ValueError(f"weight: {width} inputs do not divide into {way.parts} parts")
     x = x.contiguous()
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if not rows:

@@ -62,6 +62,8 @@ def test_no_rows_and_too_many() -> None:
     assert few_rows_triton(x[:0], weight, None, way_of(64, 2)).shape == (0, 64)
     with pytest.raises(ValueError, match="65 rows, at most 64"):
         few_rows_triton(x, weight, None, way_of(64, 2))
+    with pytest.raises(ValueError, match="1024 inputs do not divide into 3 parts"):
+        few_rows_triton(x[:1], weight, None, way_of(64, 3))
 
 
 def test_parts_fill_a_gpu_and_divide_the_inputs() -> None:
