@@ -91,6 +91,9 @@ class Engine:
         self._launched: list[Launched] = []
         """Steps whose results the host has not taken in."""
 
+        self._slots = 0
+        """Of the last round that was decided."""
+
         self._only_round: Decided | None = None
         """The round of a turn without a prefill."""
 
@@ -357,7 +360,8 @@ class Engine:
                     "--gpu-memory-utilization; finished rows are kept",
                 ) from error
             # the error itself holds the step's tensors, by its frames: it must not stay
-            return Shortage(kind, [s.request.request_id for s in members], first_line(error))
+            ids = [s.request.request_id for s in members]
+            return Shortage(kind, ids, first_line(error), self._slots if kind == "round" else 0)
         return None
 
     def _prefill(self, chunks: list[Chunk], now: float) -> None:
@@ -376,6 +380,7 @@ class Engine:
         """Decide and launch a round."""
         begin = time.perf_counter()
         decided = self.decisions.decide(batch, self._scheduler.soon)
+        self._slots = decided.plan.requests
         drafts = self.runner.draft(batch, decided.plan)
         decided = self.decisions.revise(decided, drafts)
         pending = self.runner.verify(batch, decided.plan, drafts)

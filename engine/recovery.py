@@ -25,6 +25,9 @@ class Shortage:
     reason: str
     """The first line of the error."""
 
+    slots: int
+    """Requests that the step had room for: a round may be padded to what the batch will be."""
+
 
 @dataclass(slots=True)
 class Shrinking:
@@ -84,7 +87,7 @@ class Shrinking:
             half = scheduler.max_num_batched_tokens // 2
             scheduler.max_num_batched_tokens = max(half, least)
             return True
-        most = min(scheduler.max_num_seqs, running)
+        most = min(scheduler.max_num_seqs, max(running, shortage.slots))
         if most <= 1:
             return False
         scheduler.max_num_seqs = most // 2

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from engine import CapacityError, Completion, Engine, EngineConfig, SamplingParams
 from engine.kernels.acceptance import Drafts
-from engine.runner.batch import Members
+from engine.runner.batch import Members, Needs
+from engine.runner.graphs import DraftGraph
 from engine.runner.out_of_memory import is_out_of_memory
+from engine.spec.plan import Plan
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.engines import make_engine, outputs, prompts, randomise, requests
 from tests.helpers.host_graphs import use_host_graphs
@@ -160,6 +162,34 @@ def test_sizes_halve_by_what_did_not_fit(
     assert outputs(engine, many) == want
     assert (engine.stats.max_num_seqs, engine.stats.max_num_batched_tokens) == (2, 16)
     assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("verify", ["all", "lagged"])
+def test_a_round_that_was_padded_to_what_the_batch_will_be_is_halved_from_there(
+    pair: tuple[Path, Path], verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first request in 6 slots, twice, was taken for one that does not fit even alone."""
+    many = requests([p[:6] for p in prompts(10) if len(p) >= 6][:6], max_tokens=6)
+    want = outputs(make(pair, graphs=False, late=False), many)
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 6, "enable_prefix_caching": False}
+    engine = make(pair, graphs=True, late=True, verify=verify, **sizes)
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    engine.prepare()
+    graphs.clear()
+    real, slots = graphs._capture_draft, list[int]()
+
+    def capture(plan: Plan, needs: Needs) -> DraftGraph:
+        slots.append(plan.requests)
+        if plan.requests > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return real(plan, needs)
+
+    monkeypatch.setattr(graphs, "_capture_draft", capture)
+    assert outputs(engine, many) == want
+    assert slots[0] == 6
+    assert engine.stats.out_of_memory == 1
+    assert engine.stats.max_num_seqs == 3
 
 
 @pytest.mark.parametrize("late", [False, True])
