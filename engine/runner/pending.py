@@ -64,7 +64,7 @@ class Pending:
             self._values = result.clone().numpy()
 
     def wait(self) -> NDArray[Any]:
-        """The values, once they are there."""
+        """The values [count, ...], once they are there; the caller's own."""
         landing, self._landing = self._landing, None
         if landing is not None:
             landing.filled.synchronize()

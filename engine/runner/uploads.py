@@ -19,7 +19,7 @@ class Uploads:
 
     Args:
         device: Where to; on a CPU tensors are there already.
-        num_bytes: Of pinned memory.
+        num_bytes: Of pinned memory, a multiple of 32.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = _BYTES) -> None:
@@ -36,7 +36,10 @@ class Uploads:
             """By half: all copies of the last time are done."""
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
-        """A host tensor's values on the device; does not wait for it."""
+        """A host tensor's values on the device, in its shape and dtype; on a CPU the tensor itself.
+
+        Waits for the device only where that is more than half of the memory behind.
+        """
         if self._device.type != "cuda":
             return x
         if x.nbytes > self._half:
