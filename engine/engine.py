@@ -1,4 +1,4 @@
-"""The loop. Read this file first: `step` is one turn of admit, prefill, draft, verify, commit."""
+"""The loop. Read this file first, then turns.py, one turn of it."""
 
 import time
 import weakref
@@ -6,28 +6,24 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from engine.checkpoints import ignore_progress
 from engine.commits import Commits
 from engine.config import EngineConfig, VerifyMode
 from engine.dist.group import Group
-from engine.errors import CapacityError, ConfigError, DSparkError, RequestError
+from engine.errors import ConfigError, DSparkError, RequestError
 from engine.lockstep import Lockstep, compare_limits, part
 from engine.outcomes import Output, check_request
 from engine.planning import Decisions
-from engine.recovery import Shortage, Shrinking
 from engine.request import Request, RequestFailure, SamplingParams
 from engine.runner.loop_choice import choose_loop
-from engine.runner.out_of_memory import first_line, is_out_of_memory
-from engine.runner.pending import Launched, RoundResult
-from engine.scheduler import Chunk
 from engine.sequence import Sequence
+from engine.sizing import Limits
 from engine.spec.cost_table import CostTable
-from engine.spec.planner import Decided
 from engine.telemetry import EngineStats, RoundRecord
 from engine.text import StopMatcher, Tokenizer
+from engine.turns import Turns
 from engine.worker import load, make_runner, make_scheduler
 
 _STARTERS = 16
@@ -88,15 +84,6 @@ class Engine:
                 limits.max_model_len,
                 loaded.group,
             )
-        self._launched: list[Launched] = []
-        """Steps whose results the host has not taken in."""
-
-        self._slots = 0
-        """Of the last round that was decided."""
-
-        self._only_round: Decided | None = None
-        """The round of a turn without a prefill."""
-
         self.commits = Commits(
             self._scheduler,
             self.stats,
@@ -105,14 +92,20 @@ class Engine:
             self.max_model_len,
             begin,
         )
-        self._shrinking = Shrinking(self._scheduler, self.stats)
-        self.stats.drafted_at = [0] * self.gamma
-        self.stats.accepted_at = [0] * self.gamma
-        self.stats.kv_blocks_total = limits.num_blocks * len(self._scheduler.pools)
-        self.stats.kv_account = limits.kv_account
-        if loaded.warm_up_seconds:
-            self.stats.seconds["warm-up"] = loaded.warm_up_seconds
-        self.stats.seconds["load"] = time.perf_counter() - begin - loaded.warm_up_seconds
+        self._turns = Turns(
+            self._scheduler, self.runner, self.decisions, self.commits, self.stats, loaded.group
+        )
+        self._begin_stats(limits, loaded.warm_up_seconds, begin)
+
+    def _begin_stats(self, limits: Limits, warm_up_seconds: float, begin: float) -> None:
+        stats = self.stats
+        stats.drafted_at = [0] * self.gamma
+        stats.accepted_at = [0] * self.gamma
+        stats.kv_blocks_total = limits.num_blocks * len(self._scheduler.pools)
+        stats.kv_account = limits.kv_account
+        if warm_up_seconds:
+            stats.seconds["warm-up"] = warm_up_seconds
+        stats.seconds["load"] = time.perf_counter() - begin - warm_up_seconds
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if `request` cannot be served; touches no state."""
@@ -149,7 +142,7 @@ class Engine:
                 f"max_num_seqs must be in [1, {most}], what the engine was made for, got {width}"
             )
         source, scheduler = iter(requests), self._scheduler
-        self._shrinking.allowed = True
+        self._turns.shrinking.allowed = True
         self._set_mode(speculate=speculate, verify=verify)
         # whoever prepared for fewer has fewer requests
         if max_num_seqs is not None or self.decisions.table is None:
@@ -171,7 +164,7 @@ class Engine:
                         yield failure
                 # who waits for more to come must be sure that they do
                 self._start_together(width // _STARTERS if more and full else 0)
-                if scheduler.num_unfinished == 0 and not self._launched:
+                if scheduler.num_unfinished == 0 and not self._turns.launched:
                     if not more:
                         return
                     raise DSparkError(
@@ -224,7 +217,7 @@ class Engine:
         A step that runs out of memory is then an error: fewer requests would be measured than
         asked for.
         """
-        self._shrinking.allowed = False
+        self._turns.shrinking.allowed = False
         self._set_mode(speculate=speculate, verify=verify)
         if self.decisions.table is None:
             self.prepare()
@@ -257,10 +250,7 @@ class Engine:
     def abandon(self) -> None:
         """Drop every unfinished request; the engine is as new."""
         self._ranks.note("abandon")
-        self._launched = []
-        self._scheduler.drop_all()
-        self._shrinking.reset()
-        self._count()
+        self._turns.abandon()
 
     def follow(self, on_round: Callable[[RoundRecord], None] | None) -> None:
         """Have every round told once its result is there; None: no more."""
@@ -301,121 +291,9 @@ class Engine:
             CapacityError: The step before this one did not fit, and no smaller one can be made.
             RankError: Another rank failed.
         """
-        if self._shrinking.failure is not None:
-            raise self._shrinking.failure
+        self._turns.check()
         with self._ranks.together("step"):
-            return self._step()
-
-    def _step(self) -> list[Output]:
-        begin, occupied = time.perf_counter(), self.runner.clock.occupied()
-        before, self._launched = self._launched, []
-        self._only_round = None
-        finished: list[Output] = []
-        shortage = self._launch(begin, finished)
-        finished += self._take(before)
-        if shortage is not None:
-            finished += self._take(self._launched)
-            self._launched = []
-            self._shrinking.after(shortage, self.runner.release)
-        self.runner.clock.settle()
-        self._count()
-        host = time.perf_counter() - begin - (self.runner.clock.occupied() - occupied)
-        self.stats.seconds["host"] = self.stats.seconds.get("host", 0.0) + host
-        if self._only_round is not None and all(x.decided for x in before):
-            self.decisions.note_host(self._only_round, host)
-        return finished
-
-    def _launch(self, now: float, finished: list[Output]) -> Shortage | None:
-        """Launch a prefill and a round.
-
-        Args:
-            now: Clock time.
-            finished: Gets what ends at once, where launches wait for their work.
-
-        Returns:
-            What ran out of memory. What was launched before it is good.
-        """
-        kind, members = "", []
-        try:
-            if chunks := self._scheduler.prefill():
-                kind, members = "prefill", [c.sequence for c in chunks]
-                self._prefill(chunks, now)
-                finished += self._take_if_done()
-                self._shrinking.fits(kind)
-            if batch := self._scheduler.decoding():
-                alone = not kind
-                kind, members = "round", batch
-                decided = self._round(batch)
-                self._only_round = decided if alone else None
-                finished += self._take_if_done()
-                self._shrinking.fits(kind)
-        except RuntimeError as error:
-            if not kind or not is_out_of_memory(error):
-                raise
-            if self._group.size > 1:  # the others cannot know, and are in the middle of it
-                raise CapacityError(
-                    f"a {kind} of {len(members)} requests does not fit into memory: "
-                    f"{first_line(error)}",
-                    hint="use a smaller --max-num-seqs, --max-num-batched-tokens or "
-                    "--gpu-memory-utilization; finished rows are kept",
-                ) from error
-            # the error itself holds the step's tensors, by its frames: it must not stay
-            ids = [s.request.request_id for s in members]
-            return Shortage(kind, ids, first_line(error), self._slots if kind == "round" else 0)
-        return None
-
-    def _prefill(self, chunks: list[Chunk], now: float) -> None:
-        """Launch prompt chunks; who ends its prompt may join a round of the same turn."""
-        if admitted := [c.sequence for c in chunks if c.admitted]:
-            self.runner.start(admitted)
-            for sequence in admitted:
-                sequence.admitted = sequence.admitted or now
-        pending = self.runner.prefill(chunks)
-        fresh = [(c.sequence, c.sequence.epoch) for c in chunks if c.samples]
-        for chunk in chunks:
-            self._scheduler.advance(chunk.sequence, chunk.start + chunk.count)
-        self._launched.append(Launched(fresh, pending))
-
-    def _round(self, batch: list[Sequence]) -> Decided:
-        """Decide and launch a round."""
-        begin = time.perf_counter()
-        decided = self.decisions.decide(batch, self._scheduler.soon)
-        self._slots = decided.plan.requests
-        drafts = self.runner.draft(batch, decided.plan)
-        decided = self.decisions.revise(decided, drafts)
-        pending = self.runner.verify(batch, decided.plan, drafts)
-        self.decisions.count(decided)
-        members = [(s, s.epoch) for s in batch]
-        self._launched.append(Launched(members, pending, decided, begin, time.perf_counter()))
-        return decided
-
-    def _take_if_done(self) -> list[Output]:
-        if self.runner.overlapped:
-            return []
-        launched, self._launched = self._launched, []
-        return self._take(launched)
-
-    def _take(self, launched: list[Launched]) -> list[Output]:
-        """Commit the results of earlier launches; void ones are skipped."""
-        finished: list[Output] = []
-        for launch in launched:
-            with self.runner.clock.waiting(), self._group.waiting():
-                values = launch.pending.wait()
-            now, result = time.perf_counter(), None
-            going = [not s.ended and s.epoch == epoch for s, epoch in launch.members]
-            ids, lens = values[:, 1:], [0] * len(values)
-            if launch.decided is not None:
-                plain = launch.decided.plan.path == "plain"
-                result = RoundResult.unpack(values, 1 if plain else self.gamma + 1)
-                ids, lens = result.token_ids, result.verify_lens.tolist()
-            counts, ids = values[:, 0].tolist(), ids.tolist()
-            many = zip(launch.members, going, counts, ids, lens, strict=True)
-            finished += self.commits.take(
-                ((s, tokens[:n], m) for (s, _), alive, n, tokens, m in many if alive), now
-            )
-            if result is not None:
-                self.decisions.learn(launch, result, np.array(going, dtype=bool), now)
-        return finished
+            return self._turns.turn()
 
     def _start_together(self, count: int) -> None:
         if count != self._scheduler.together:
@@ -452,10 +330,3 @@ class Engine:
             Sequence(request, StopMatcher(self.tokenizer, stops) if stops else None)
         )
         return None
-
-    def _count(self) -> None:
-        scheduler, stats = self._scheduler, self.stats
-        stats.running = len(scheduler.running)
-        stats.waiting = len(scheduler.waiting)
-        stats.preemptions = scheduler.num_preemptions
-        stats.kv_blocks_used = stats.kv_blocks_total - scheduler.num_free_blocks

@@ -110,8 +110,8 @@ class Driver:
         engine.submit(self._many)
         while chunks := engine._scheduler.prefill():
             engine._prefill(chunks, time.perf_counter())
-            engine._take(engine._launched)
-            engine._launched = []
+            engine._turns.take(engine._turns.launched)
+            engine._turns.launched = []
         self.sequences = {int(s.request.request_id): s for s in engine.running}
         assert len(self.sequences) == len(self._many)
 
