@@ -109,7 +109,7 @@ class Driver:
         engine.abandon()
         engine.submit(self._many)
         while chunks := engine._scheduler.prefill():
-            engine._prefill(chunks, time.perf_counter())
+            engine._turns._prefill(chunks, time.perf_counter())
             engine._turns.take(engine._turns.launched)
             engine._turns.launched = []
         self.sequences = {int(s.request.request_id): s for s in engine.running}
