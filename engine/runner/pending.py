@@ -11,6 +11,11 @@ from engine.sequence import Sequence
 from engine.spec.planner import Decided
 
 
+_SHAPES = 64
+"""Shapes to keep memory for: more than there are captured ones. Rounds that are launched kernel by
+kernel have one for each number of requests, a gigabyte together if there are thousands."""
+
+
 class Downloads:
     """Where results of one device land: pinned memory, and events, that are used again."""
 
@@ -29,6 +34,8 @@ class Downloads:
     def give_back(self, landing: "Landing") -> None:
         """Its result has been read."""
         there = landing.there
+        if len(self._free) >= _SHAPES:
+            self._free.clear()
         self._free.setdefault((there.shape, there.dtype), []).append(landing)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.runner.pending import Downloads, Pending
+from engine.runner.pending import Downloads, Landing, Pending
 from engine.runner.uploads import Uploads
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -53,3 +53,12 @@ def test_a_result_that_was_read_does_not_change_with_the_next_one(device: str) -
         assert first.shape == (4, 3)
         assert (first == i).all()
         assert (second == i + 1).all()
+
+
+def test_memory_of_many_shapes_is_let_go() -> None:
+    """A draining batch whose rounds are not captured has a shape a request."""
+    downloads = Downloads()
+    for rows in range(1, 1000):
+        there = torch.empty(rows, 2)
+        downloads.give_back(Landing(there, there.numpy(), torch.cuda.Event()))
+    assert len(downloads._free) <= 64
