@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from engine.sequence import Sequence
 from engine.spec.planner import Decided
 
-
 _SHAPES = 64
 """Shapes to keep memory for: more than there are captured ones. Rounds that are launched kernel by
 kernel have one for each number of requests, a gigabyte together if there are thousands."""
