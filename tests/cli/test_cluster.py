@@ -48,6 +48,9 @@ class FakeRay:
         self.faults = faults
         self.alive = [True, True]
         self.down = False
+        self.died = threading.Event()
+        """Node 1 has had its deaths, or will have no more packets."""
+
         self.waiting: queue.Queue[bytes | None] = queue.Queue()
         self.told: list[dict[str, Any]] = []
         self.late: list[dict[str, Any]] = []
@@ -70,6 +73,7 @@ class FakeRay:
 
     def shutdown(self) -> None:
         self.down = True
+        self.died.set()
         self.waiting.put(None)
         self.waiting.put(None)
 
@@ -98,7 +102,12 @@ class FakeRay:
                 self.alive[1] = False  # the packet was on its way to it
                 return
             self.told.append({"key": key, "took": message["number"]})
-            if node == 1 and taken in self.faults.get("dies_at", ()):
+            deaths = self.faults.get("dies_at", ())
+            if node == 0 and deaths:
+                self.died.wait(10)  # it would take the packets that are to kill the other one
+            if node == 1 and taken >= max(deaths, default=0):
+                self.died.set()
+            if node == 1 and taken in deaths:
                 lives += 1
                 key = self._ready(config, node, lives)
                 self.waiting.put(packet)  # Ray gives it out again
