@@ -108,6 +108,8 @@ def measure_round(
     engine.submit(many, speculate=speculate, verify="all")
     while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
         engine.step()
+    planner = engine.decisions.planner
+    planner.own_tiers = True  # not the next larger one, because that was measured before
     begin = time.perf_counter()
     for _ in range(warmup):
         engine.step()
@@ -127,6 +129,7 @@ def measure_round(
     committed = (engine.stats.output_tokens - tokens) / rounds / num_reqs
     kv = sum(len(s.token_ids) for s in engine.running)
     engine.abandon()
+    planner.own_tiers = False
     each = 1e3 / rounds
     return RoundTimes(
         num_reqs=num_reqs,
