@@ -174,7 +174,7 @@ HEADER = (
 
 def main() -> None:
     given = parse()
-    # rising: a round captured for a larger batch serves a smaller one, padded, and flatters `lagged`
+    # rising: rounds captured for a larger batch serve a smaller one, padded, and flatter `lagged`
     widths = sorted(int(part) for part in given.requests.split(","))
     begin = time.perf_counter()
     engine = Engine(
