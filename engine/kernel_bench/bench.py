@@ -13,7 +13,11 @@ from engine.kernel_bench.attention_cases import Asked, attention_case
 from engine.kernel_bench.case import Case
 from engine.kernel_bench.choice_cases import accept_case, markov_case, sample_case
 from engine.kernel_bench.deepseek_v4_cases import deepseek_v4_cases
-from engine.kernel_bench.index_cases import slot_mapping_case, step_inputs_case
+from engine.kernel_bench.index_cases import (
+    slot_mapping_case,
+    step_inputs_case,
+    write_blocks_case,
+)
 from engine.kernel_bench.layer_cases import (
     activation_case,
     linear_case,
@@ -145,6 +149,7 @@ class Bench:
                 ("sample", partial(sample_case, n, vocab, at)),
                 ("step_inputs", partial(step_inputs_case, n, width, at.device)),
                 ("slot_mapping", partial(slot_mapping_case, n, width, sizes.context, at.device)),
+                ("write_blocks", partial(write_blocks_case, n, at.device)),
             ]
         return cases
 

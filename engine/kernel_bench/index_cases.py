@@ -5,6 +5,7 @@ import torch
 from engine.kernel_bench.case import Case, Inputs, equal, first
 from engine.kernels.slot_mapping import slot_mapping, slot_mapping_ref
 from engine.kernels.step_inputs import StepInputs, step_inputs, step_inputs_ref
+from engine.kernels.write_blocks import write_blocks, write_blocks_ref
 
 _KV_BLOCK = 16
 
@@ -53,3 +54,35 @@ def slot_mapping_case(count: int, width: int, context: int, device: torch.device
         check=check,
         nbytes=count * width * 20,
     )
+
+
+def write_blocks_case(count: int, device: torch.device) -> Case:
+    """A new block for each of R requests. Inputs: table [R, M], entries [R, 3]."""
+    columns = 64
+
+    def make() -> Inputs:
+        table = torch.zeros(count, columns, dtype=torch.int32, device=device)
+        column, block = (torch.randint(0, n, (count,), device=device) for n in (columns, 1 << 20))
+        row = torch.arange(count, device=device)
+        return table, torch.stack((row, column, block), dim=1)
+
+    def check(inputs: Inputs, out: torch.Tensor) -> str | None:
+        table, entries = inputs
+        want = torch.zeros_like(table)
+        write_blocks_ref(want, entries)
+        return equal("table", out, want)
+
+    return Case(
+        op="write_blocks",
+        shape=f"{count} of {columns}",
+        make=make,
+        run=lambda inputs: written(*inputs),
+        check=check,
+        nbytes=count * 28,
+    )
+
+
+def written(table: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """The table, with the entries in it."""
+    write_blocks(table, entries)
+    return table

@@ -13,7 +13,11 @@ from engine.kernel_bench.attention_cases import Asked, attention_case
 from engine.kernel_bench.bench import Sizes, measure, prepare
 from engine.kernel_bench.case import Case, as_good_as, equal
 from engine.kernel_bench.choice_cases import accept_case, markov_case, sample_case
-from engine.kernel_bench.index_cases import slot_mapping_case, step_inputs_case
+from engine.kernel_bench.index_cases import (
+    slot_mapping_case,
+    step_inputs_case,
+    write_blocks_case,
+)
 from engine.kernel_bench.layer_cases import (
     activation_case,
     linear_case,
@@ -58,6 +62,7 @@ def cases(tmp_path: Path, at: Placement) -> dict[str, Callable[[], Case]]:
         "sample": lambda: sample_case(5, vocab, at),
         "step_inputs": lambda: step_inputs_case(3, 5, at.device),
         "slot_mapping": lambda: slot_mapping_case(3, 5, 9, at.device),
+        "write_blocks": lambda: write_blocks_case(3, at.device),
     }
 
 
@@ -94,6 +99,7 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
         lambda o: o._replace(positions=off_by_a_little(o.positions)),
     ),
     "slot_mapping": (index_cases, "slot_mapping", off_by_a_little),
+    "write_blocks": (index_cases, "written", off_by_a_little),
 }
 
 
