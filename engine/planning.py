@@ -192,6 +192,8 @@ class Decisions:
 
     def _measure(self, most: int, on_progress: Callable[[str, int, int], None]) -> None:
         """Fill the table as far as memory goes; the run has its own way with what does not fit."""
+        self._most_measurable = min(self._most_measurable, self._meter.room)
+        most = min(most, self._most_measurable)
         while most:
             try:
                 table = self._meter.measure(most, on_progress)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.errors import CapacityError
 from engine.kernels.acceptance import Drafts
 from engine.kv.blocks import BlockPool
 from engine.request import Request, SamplingParams
@@ -96,7 +97,16 @@ class CostMeter:
             sizes: Batch sizes, rising; None: a few.
             widths: Verify tokens per request; None: a few. All drafts come in any case.
             repeats: Passes over all of them; None: a few.
+
+        Raises:
+            CapacityError: KV memory is too small for so many.
         """
+        room = self.room
+        if most > room:
+            raise CapacityError(
+                f"KV memory has blocks for {room} requests at once, {most} are to be measured",
+                "measure fewer, or use a larger --kv-cache-memory-bytes",
+            )
         probes = self._tiers(sizes or probe_sizes(most))
         repeats = repeats or (5 if self._on_gpu else 2)
         near = self._context(probes[-1], _NEAR)
@@ -141,6 +151,16 @@ class CostMeter:
             if tiers is None
             else {"requests": tiers.requests, "tokens_per_request": tiers.widths},
         }
+
+    @property
+    def room(self) -> int:
+        """The largest batch of one token each that there are KV blocks for; nothing may run."""
+        need = -(-(1 + self._gamma + 1) // self._block)
+        room = max(min(pool.num_free for pool in self._pools) // need * len(self._pools), 1)
+        if self._runner.graphs is None:
+            return room
+        tiers = Tiers(self._runner.rows.spare, self._gamma)
+        return max(slots for slots in tiers.requests if slots <= room)
 
     def _tiers(self, sizes: Items[int]) -> list[int]:
         """Sizes as they run: slots of a graph tier."""

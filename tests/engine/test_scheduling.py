@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine import ConfigError, Engine, SamplingParams
+from engine.errors import CapacityError
 from engine.spec.cost_table import Cell, CostTable
 from engine.spec.plan import Plan
 from tests.helpers.checkpoints import write_draft, write_target
@@ -286,6 +287,27 @@ def test_engine_measures_costs_once_and_only_as_far_as_needed(pair: tuple[Path, 
     assert after.pop("warm-up") > before.pop("warm-up") > 0
     assert after == before, "measuring is not decoding"
     assert engine._scheduler.num_free_blocks == engine.limits.num_blocks
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_rounds_are_measured_for_as_many_as_there_are_blocks_for(
+    pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], captured: bool
+) -> None:
+    """A cache of fewer blocks than requests ended the run before its first row, by an assertion."""
+    per_block = 2 * 4 * 1 * 8 * 4 * (3 + 2)
+    few = {"max_model_len": 64, "kv_cache_memory_bytes": 38 * per_block}
+    engine = make_engine(*pair, max_num_seqs=40, verify="lagged", **few)
+    if captured:
+        use_host_graphs(engine)
+    room = engine.decisions._meter.room
+    assert 1 < room < 40
+    assert outputs(engine, requests(prompts(12))) == plain
+    assert engine.decisions.table is not None
+    assert engine.decisions.table.max_requests == room
+    assert engine.prepare() is None, "nor is it tried again"
+    assert engine.stats.preemptions > 0
+    with pytest.raises(CapacityError, match=f"blocks for {room} requests at once, 40 are to be"):
+        engine.profile(sizes=[1, 40])
 
 
 def test_no_measured_round_pays_for_the_blocks_of_a_whole_context(pair: tuple[Path, Path]) -> None:
