@@ -176,7 +176,7 @@ class Replicas:
             member.stats = EngineStats.from_json(message["stats"])
             self.stats.become(merge([*self._past, *(m.stats for m in self._members)]))
         elif "ready" in message:
-            member.about = message["ready"]
+            member.about, member.served = message["ready"], True
             check_same(self.engines[0], member.about)
         elif "failed" in message:
             member.failure = message["failed"]
@@ -194,7 +194,8 @@ class Replicas:
         self._returned.extendleft(reversed(member.given.values()))
         rows = len(member.given)
         self._past.append(member.retire())
-        if error.exit_code == _USAGE or member.deaths > MAX_RESTARTS:
+        unloadable = member.failure is not None and not member.served
+        if error.exit_code == _USAGE or unloadable or member.deaths > MAX_RESTARTS:
             raise error
         self._say(
             f"{error}; its {rows} unfinished rows run again, and it is started again "
@@ -228,6 +229,9 @@ class _Member:
 
         self.stats = EngineStats()
         self.deaths = 0
+        self.served = False
+        """Has it ever been ready? One that says why it cannot be loaded will say so again."""
+
         self.connection: socket.socket
         self._share = share
         self._rows = rows
@@ -311,7 +315,9 @@ class _Member:
         self.connection.close()
         self.given = {}
         counted, self.stats = self.stats, EngineStats()
-        return replace(counted, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0)
+        return replace(
+            counted, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, max_num_seqs=0
+        )
 
     def hang_up(self) -> None:
         """Say that nothing more comes; what it still says is not in its way."""

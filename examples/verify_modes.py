@@ -1,4 +1,4 @@
-"""Plain decoding and every --verify mode on the same requests, interleaved (A B C C B A).
+"""Plain decoding, --verify all and lagged on the same requests, interleaved (A B C C B A).
 
     python examples/verify_modes.py --model demo --draft demo --requests 32
     python examples/verify_modes.py --model SMOLLM2 --draft DRAFTER --prompts GSM8K_TEST.jsonl \\

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.errors import CheckpointError, RequestError
+from engine.errors import CapacityError, CheckpointError, RequestError
 from engine.request import Completion, FinishReason, Request, RequestFailure, Round, Timing
 from engine.telemetry import EngineStats
 
@@ -88,6 +88,8 @@ class FakeEngine:
         FakeEngine.loads += 1
         if "unloadable" in config.model:
             raise CheckpointError("weights are missing", "get them")
+        if "crowded" in config.model:
+            raise CapacityError("there is no room", "make some")
         self.config = config
         self.tokenizer = FakeTokenizer()
         self.stats = EngineStats(drafted_at=[0] * 7, accepted_at=[0] * 7)

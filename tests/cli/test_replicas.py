@@ -195,16 +195,26 @@ def test_a_connection_that_is_reset_has_ended(sent: bytes) -> None:
     ours.close()
 
 
-def test_what_cannot_be_loaded_is_told_once_and_not_tried_again(many: Bench) -> None:
+@pytest.mark.parametrize(
+    ("name", "code", "told", "hint"),
+    [
+        ("unloadable", 2, "weights are missing", "get them"),
+        ("crowded", 1, "there is no room", "make some"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_once_and_not_tried_again(
+    many: Bench, name: str, code: int, told: str, hint: str
+) -> None:
+    """Without memory for the KV of a context every engine was loaded three times to be told so."""
     many.write(ROWS[:3])
-    folder = many.folder / "unloadable"
+    folder = many.folder / name
     (many.folder / "m").rename(folder)
     result = many.call(
         "generate", str(many.input), "-o", str(many.output), "-m", str(folder), "-d", "none", *TWO
     )
-    assert result.code == 2
-    assert "weights are missing" in result.err
-    assert "hint: get them" in result.err
+    assert result.code == code
+    assert told in result.err
+    assert f"hint: {hint}\n" in result.err
     assert "started again" not in result.err
     assert result.err.count("error:") == 1
 
