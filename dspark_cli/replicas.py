@@ -171,7 +171,10 @@ class Replicas:
     def _take(self, member: "_Member", message: dict[str, Any]) -> list[Output]:
         if "done" in message:
             request_id, sample, value = message["done"]
-            return [decode_result(value, member.given.pop((request_id, sample)))]
+            result = decode_result(value, member.given.pop((request_id, sample)))
+            if isinstance(result, Completion):
+                member.delivered += len(result.token_ids)
+            return [result]
         if "stats" in message:
             member.stats = EngineStats.from_json(message["stats"])
             self.stats.become(merge([*self._past, *(m.stats for m in self._members)]))
@@ -228,6 +231,9 @@ class _Member:
         """What it said when it failed."""
 
         self.stats = EngineStats()
+        self.delivered = 0
+        """Tokens of its results."""
+
         self.deaths = 0
         self.served = False
         """Has it ever been ready? One that says why it cannot be loaded will say so again."""
@@ -311,12 +317,19 @@ class _Member:
         return ProcessError(f"{error} ({self.deaths} times now)", more, error.exit_code)
 
     def retire(self) -> EngineStats:
-        """Forget the process that has ended; what it had counted."""
+        """Forget the process that has ended; what it had counted, but for tokens that are lost."""
         self.connection.close()
         self.given = {}
         counted, self.stats = self.stats, EngineStats()
+        tokens, self.delivered = self.delivered, 0
         return replace(
-            counted, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, max_num_seqs=0
+            counted,
+            output_tokens=tokens,
+            running=0,
+            waiting=0,
+            kv_blocks_used=0,
+            kv_blocks_total=0,
+            max_num_seqs=0,
         )
 
     def hang_up(self) -> None:

@@ -107,7 +107,8 @@ def test_killed_replicas_are_started_again_and_no_row_is_made_twice(
     """Twice the same one, or DSPARK_KILLS runs: the others go on, and the output is the same."""
     bench, want = killed
     for turn in range(max(1, kills // 2)):
-        process = Process(bench, *TWO, delay=0.03)
+        metrics = bench.folder / "metrics.json"
+        process = Process(bench, *TWO, "--metrics-json", str(metrics), delay=0.03)
         process.wait_for_rows(2 + turn % 5)
         for _ in range(2):
             kill_one(process.popen.pid, children(process.popen.pid)[turn % 2])
@@ -117,6 +118,9 @@ def test_killed_replicas_are_started_again_and_no_row_is_made_twice(
         assert "was ended by SIGKILL; its " in text
         assert bench.output.read_bytes() == want
         assert sorted(ids_made(bench)) == sorted(row["id"] for row in ROWS[:30])
+        found = json.loads(metrics.read_text())
+        tokens = sum(len(json.loads(line)["token_ids"]) for line in want.splitlines())
+        assert found["speed"]["output_tokens"] == tokens, "those that were lost are not output"
         bench.output.unlink()
         bench.journal.unlink()
 
