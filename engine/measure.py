@@ -10,7 +10,8 @@ the device copies as many bytes as the round has to read.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -93,23 +94,48 @@ def measure_round(
         temperature: Of every request.
     """
     width = engine.gamma + 1 if speculate and engine.gamma else 1
-    most = width * (warmup + rounds + 8)
-    params = SamplingParams(max_tokens=most, ignore_eos=True, temperature=temperature)
+    floor = _Floor(_floors(engine, num_reqs, width))
+    params = SamplingParams(
+        max_tokens=width * (warmup + rounds + 8), ignore_eos=True, temperature=temperature
+    )
+    engine.submit(
+        _requests(engine, num_reqs, prompt_tokens, params), speculate=speculate, verify="all"
+    )
+    while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
+        engine.step()
+    with _own_tiers(engine):
+        return _timed(engine, num_reqs, width, floor, rounds, warmup)
+
+
+def _requests(
+    engine: Engine, count: int, prompt_tokens: int, params: SamplingParams
+) -> list[Request]:
     ids = min(900, engine.vocab_size - 8)
-    many = [
+    return [
         Request(
             request_id=f"measure {i}",
             prompt_token_ids=tuple((i * 7919 + j * 31) % ids + 8 for j in range(prompt_tokens)),
             params=params,
         )
-        for i in range(num_reqs)
+        for i in range(count)
     ]
-    floor = _Floor(_floors(engine, num_reqs, width))
-    engine.submit(many, speculate=speculate, verify="all")
-    while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
-        engine.step()
+
+
+@contextmanager
+def _own_tiers(engine: Engine) -> Iterator[None]:
+    """Batches are not padded to the next larger size because that was measured before."""
     planner = engine.decisions.planner
-    planner.own_tiers = True  # not the next larger one, because that was measured before
+    planner.own_tiers = True
+    try:
+        yield
+    finally:
+        planner.own_tiers = False
+
+
+def _timed(
+    engine: Engine, num_reqs: int, width: int, floor: "_Floor", rounds: int, warmup: int
+) -> RoundTimes:
+    """Rounds of requests that all decode; drops them in the end."""
     begin = time.perf_counter()
     for _ in range(warmup):
         engine.step()
@@ -129,7 +155,6 @@ def measure_round(
     committed = (engine.stats.output_tokens - tokens) / rounds / num_reqs
     kv = sum(len(s.token_ids) for s in engine.running)
     engine.abandon()
-    planner.own_tiers = False
     each = 1e3 / rounds
     return RoundTimes(
         num_reqs=num_reqs,

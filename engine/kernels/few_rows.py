@@ -39,9 +39,10 @@ class FewRows(NamedTuple):
 def few_rows_of(weight: torch.Tensor) -> FewRows | None:
     """How to multiply with `weight` [out, in]; None: torch is as fast for any number of rows.
 
-    Measured on an H200 between other kernels, [out, in] of Qwen3-8B and of half of it: at up to 16
-    rows 3 to 17 % shorter than torch's; at 64 rows 7 % shorter with 4096 outputs of 12288 inputs,
-    up to 10 % longer elsewhere; with a vocabulary's outputs longer always.
+    Measured on an H200, in a graph of several copies of a matrix, each product behind a small
+    kernel, [out, in] of Qwen3-8B and of half of it: at up to 16 rows 3 to 17 % shorter than
+    torch's; at 64 rows 7 % shorter with 4096 outputs of 12288 inputs, as long or longer elsewhere;
+    with a vocabulary's outputs as long or longer.
     """
     (columns, width), device = weight.shape, weight.device
     tiles = triton.cdiv(columns, BLOCK_N)
