@@ -54,7 +54,7 @@ class Commits:
         """
         finished: list[Output] = []
         rounds: list[tuple[int, int, int]] = []
-        output_tokens, scheduler = 0, self._scheduler
+        output_tokens, scheduler, shared = 0, self._scheduler, self._scheduler.shared_block
         for sequence, tokens, verify_len in results:
             if not tokens:
                 self._retire(sequence)
@@ -65,11 +65,15 @@ class Commits:
             output_tokens += kept
             if verify_len:
                 if verify_len > 1:
-                    found = _round(len(tokens), kept, verify_len - 1)
+                    found, counted = _round(len(tokens), kept, verify_len - 1)
                     sequence.rounds.append(found)
-                    rounds.append((found.drafted, found.accepted, kept))
+                    rounds.append(counted)
                 # the last kept token is the next anchor: its KV is not there yet
-                scheduler.advance(sequence, sequence.num_computed + kept)
+                done = sequence.num_computed + kept
+                if shared and done // shared != sequence.num_published:
+                    scheduler.advance(sequence, done)
+                else:  # nothing but this, for each request of each round
+                    sequence.num_computed = done
             if end is not None:
                 self._retire(sequence)
                 self._stats.cached_tokens += sequence.num_cached_tokens or 0
@@ -92,8 +96,13 @@ class Commits:
 
 
 @cache
-def _round(committed: int, kept: int, checked: int) -> Round:
-    """A round that checked drafts, after the cut: there are few kinds, and many of each."""
+def _round(committed: int, kept: int, checked: int) -> tuple[Round, tuple[int, int, int]]:
+    """A round that checked drafts, after the cut: there are few kinds, and many of each.
+
+    Returns:
+        For its request, and to be counted.
+    """
     # a sequence that ended inside the drafts never output what follows
     drafted = kept if kept < committed else checked
-    return Round(drafted, min(committed - 1, kept), kept)
+    found = Round(drafted, min(committed - 1, kept), kept)
+    return found, (found.drafted, found.accepted, kept)

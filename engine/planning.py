@@ -28,12 +28,12 @@ from engine.runner.out_of_memory import first_line, is_out_of_memory
 from engine.runner.pending import Launched, RoundResult
 from engine.sequence import Sequence
 from engine.spec.cost_table import CostTable
-from engine.spec.history import Batch, Outcome
+from engine.spec.history import LAG, Batch, Outcome
 from engine.spec.host_times import HostTimes
-from engine.spec.plan import Plan
-from engine.spec.planner import Decided, Planner
+from engine.spec.plan import Decided, Plan
+from engine.spec.planner import Planner
 from engine.spec.tiers import Tiers
-from engine.telemetry import CALIBRATION_BINS, RoundRecord, ScheduleStats
+from engine.telemetry import RoundRecord, ScheduleStats
 
 OnResult = Callable[[Items[Sequence], RoundResult, NDArray[np.bool_]], None]
 
@@ -99,7 +99,7 @@ class Decisions:
             told = group.share([x.tolist() for x in scale])
         for x, values in zip(scale, told, strict=True):
             x.copy_(torch.tensor(values))
-        self._bound: tuple[list[int], list[int]] = [], []
+        self._bound = list[int]()
         self._bound_arrays = np.empty((2, 0), dtype=np.int64)
         self._measured = config.cost_table is None
         self._most_measurable = runner.rows.spare
@@ -217,15 +217,16 @@ class Decisions:
         plan = None
         if self._group.rank == 0:
             plan = self.planner.plan(who, self._runner.captured(batch))
+            self._count_reliability()
         plan = self._tell(plan)
         self._audit.check(plan, len(batch))
         return Decided(plan, self.planner.round, who, self.planner.predicted)
 
     def _bindings(self, batch: Items[Sequence]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows and generations [R]; those of the round before, most often."""
-        bound = [s.row for s in batch], [s.generation for s in batch]
+        bound = [s.generation for s in batch]  # which never repeats, and says the row
         if bound != self._bound:
-            self._bound, self._bound_arrays = bound, np.array(bound)
+            self._bound, self._bound_arrays = bound, np.array([[s.row for s in batch], bound])
         rows, generations = self._bound_arrays
         return rows, generations
 
@@ -258,10 +259,24 @@ class Decisions:
         self._audit.check(plan, decided.num_reqs, revised=True)
         return replace(decided, plan=plan, predicted=self.planner.predicted)
 
-    def note_host(self, decided: Decided, seconds: float) -> None:
-        """The host took `seconds` for a turn with this round and nothing else."""
-        drafted = decided.plan.path != "plain"
-        self.planner.host.note(decided.num_reqs, seconds * 1e3, drafted=drafted)
+    def note_turn(
+        self, decided: Decided | None, seconds: float, prefill: float, tokens: int, *, alone: bool
+    ) -> None:
+        """What a turn took.
+
+        Args:
+            decided: Its round, if it had one.
+            seconds: Of the host.
+            prefill: Seconds of the device for its prefills.
+            tokens: Committed in it.
+            alone: Was there this round and nothing else?
+        """
+        host, round_ = self.planner.host, None
+        if decided is not None:
+            round_ = decided.num_reqs, decided.plan.path != "plain"
+            if alone:
+                host.note(round_[0], seconds * 1e3, drafted=round_[1])
+        host.note_turn(seconds * 1e3, prefill * 1e3, tokens, round_)
 
     def count(self, decided: Decided) -> None:
         """Count a plan that is carried out."""
@@ -306,8 +321,6 @@ class Decisions:
             result.survival if decided.plan.path != "plain" else None,
         )
         self.planner.observe(decided.round, outcome)
-        if outcome.survival is not None:
-            self._calibrate(outcome)
         if self.on_result is not None:
             self.on_result(members, result, whole)
         if self.on_round is not None:
@@ -327,16 +340,19 @@ class Decisions:
                 )
             )
 
-    def _calibrate(self, outcome: Outcome) -> None:
-        """Survivals of verified drafts against what stayed, by tenth."""
-        assert outcome.survival is not None
-        looked, kept = outcome.looked_at(self._gamma)
-        survival, size = outcome.survival[looked], CALIBRATION_BINS
-        bins = np.minimum((survival * size).astype(np.int64), size - 1)
-        stats = self._stats
-        stats.foreseen_at = _more(stats.foreseen_at, np.bincount(bins, survival, size))
-        stats.checked_at = _more(stats.checked_at, np.bincount(bins, None, size))
-        stats.accepted_at = _more(stats.accepted_at, np.bincount(bins[kept[looked]], None, size))
+    def finish(self) -> None:
+        """Nothing runs any more: learn from what the last rounds brought."""
+        self.planner.history.settle(self.planner.round + LAG)
+        self._count_reliability()
+
+    def _count_reliability(self) -> None:
+        found = self.planner.history.take_reliability()
+        if found is None:
+            return
+        stats, (foreseen, checked, accepted) = self._stats, found
+        stats.foreseen_at = _more(stats.foreseen_at, foreseen)
+        stats.checked_at = _more(stats.checked_at, checked.astype(np.int64))
+        stats.accepted_at = _more(stats.accepted_at, accepted.astype(np.int64))
 
 
 def _more(before: list[Any], sums: NDArray[Any]) -> list[Any]:

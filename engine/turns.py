@@ -19,8 +19,11 @@ from engine.runner.out_of_memory import first_line, is_out_of_memory
 from engine.runner.pending import Launched, RoundResult
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence
-from engine.spec.planner import Decided
+from engine.spec.plan import Decided
 from engine.telemetry import EngineStats
+
+_PAUSE_S = 0.05
+"""What a caller does between two turns is part of them, up to so much."""
 
 
 class Turns:
@@ -52,8 +55,14 @@ class Turns:
         self.launched: list[Launched] = []
         """Steps whose results the host has not taken in."""
 
-        self._only_round: Decided | None = None
-        """The round of a turn without a prefill."""
+        self._decided: Decided | None = None
+        """The round of a turn."""
+
+        self._alone = False
+        """Was there no prefill beside it?"""
+
+        self._left = 0.0
+        """Clock time at the end of the turn before; 0: there is none that counts."""
 
         self._slots = 0
         """Requests that the last round had room for."""
@@ -69,8 +78,9 @@ class Turns:
 
     def abandon(self) -> None:
         """Drop every unfinished request."""
-        self.launched = []
+        self.launched, self._left = [], 0.0
         self._scheduler.drop_all()
+        self._decisions.finish()
         self.shrinking.reset()
         self.count()
 
@@ -78,7 +88,11 @@ class Turns:
         """Launch a prefill and a round, then take in results; what has ended."""
         begin, occupied = time.perf_counter(), self._runner.clock.occupied()
         before, self.launched = self.launched, []
-        self._only_round = None
+        # what the caller did meanwhile kept this thread from the next round, too
+        outside = min(begin - self._left, _PAUSE_S) if self._left else 0.0
+        seconds, tokens = self._stats.seconds, self._stats.output_tokens
+        prefilled = seconds.get("prefill", 0.0)
+        self._decided = None
         finished: list[Output] = []
         shortage = self._launch(begin, finished)
         finished += self.take(before)
@@ -88,10 +102,16 @@ class Turns:
             self.shrinking.after(shortage, self._runner.release)
         self._runner.clock.settle()
         self.count()
-        host = time.perf_counter() - begin - (self._runner.clock.occupied() - occupied)
-        self._stats.seconds["host"] = self._stats.seconds.get("host", 0.0) + host
-        if self._only_round is not None and all(x.decided for x in before):
-            self._decisions.note_host(self._only_round, host)
+        self._left = time.perf_counter()
+        host = self._left - begin - (self._runner.clock.occupied() - occupied)
+        seconds["host"] = seconds.get("host", 0.0) + host
+        self._decisions.note_turn(
+            self._decided,
+            host + outside,
+            seconds.get("prefill", 0.0) - prefilled,
+            self._stats.output_tokens - tokens,
+            alone=self._alone and all(x.decided for x in before),
+        )
         return finished
 
     def _launch(self, now: float, finished: list[Output]) -> Shortage | None:
@@ -112,10 +132,9 @@ class Turns:
                 finished += self._take_if_done()
                 self.shrinking.fits(kind)
             if batch := self._scheduler.decoding():
-                alone = not kind
+                self._alone = not kind
                 kind, members = "round", batch
-                decided = self._round(batch)
-                self._only_round = decided if alone else None
+                self._decided = self._round(batch)
                 finished += self._take_if_done()
                 self.shrinking.fits(kind)
         except RuntimeError as error:

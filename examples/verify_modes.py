@@ -111,7 +111,7 @@ def measure(engine: Engine, given: argparse.Namespace, width: int) -> dict[str, 
     count = width if given.model.startswith("shape:") else given.per_batch * width
     requests = make_requests(given, engine, max(min(count, given.most), width))
     passes: dict[str, list[Pass]] = {mode: [] for mode in modes}
-    for mode in modes:  # warm-up: compilation, captures, costs
+    for mode in modes * 2:  # warm-up: compilation, costs, and captures as they have paid
         run_pass(engine, requests, mode, width)
     for _ in range(given.pairs):
         for mode in (*modes, *modes[::-1]):

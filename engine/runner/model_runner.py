@@ -200,7 +200,9 @@ class ModelRunner:
     def _needs(self, sequences: Items[Sequence]) -> Needs:
         """What a step of these has to be able to do; asked several times a round."""
         known, needs = self._last_needs
-        if known is not sequences or needs.speculating != self.steps.speculating:
+        # who holds a request may change while the batch does not
+        same = known == sequences if self.net.num_owners == 1 else known is sequences
+        if not same or needs.speculating != self.steps.speculating:
             needs = self._find_needs(sequences)
             self._last_needs = sequences, needs
         return needs

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.sequence import Sequence
-from engine.spec.planner import Decided
+from engine.spec.plan import Decided
 
 _SHAPES = 64
 """Shapes to keep memory for: more than there are captured ones. Rounds that are launched kernel by

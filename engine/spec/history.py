@@ -1,14 +1,18 @@
 """What rounds brought, and what that says of the drafts of the next one.
 
 Nothing that a round drafts may have a say in how much of it is verified: survivals count two rounds
-later.
+later, or more. What several rounds brought is taken in at once: with many requests and a small
+model, the host has little more than a millisecond for a round.
 """
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.telemetry import CALIBRATION_BINS as BINS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -16,6 +20,8 @@ Bools = NDArray[np.bool_]
 
 LAG = 2
 """Rounds between a draft and the first budget that may depend on it."""
+
+_COLUMNS = ("rows", "generations", "verify_lens", "committed")
 
 _DECAY, _PRIOR = 0.98, 16.0
 """Memory of predicted and accepted drafts: per round, and drafts assumed to be as predicted."""
@@ -70,36 +76,66 @@ class History:
         self._survived, self._drafted_for = np.full(gamma, _PRIOR), _PRIOR
         self._foreseen = np.full(gamma, _PRIOR)
         self._accepted = np.full(gamma, _PRIOR)
+        self._reliability = np.zeros((3, BINS))
 
     def observe(self, round_: int, outcome: Outcome) -> None:
         """Take in what round `round_` brought; plans before `round_ + LAG` do not see it."""
         self._outcomes.append((round_, outcome))
 
+    @property
+    def num_waiting(self) -> int:
+        """Rounds whose outcome has not been learned from."""
+        return len(self._outcomes)
+
     def settle(self, now: int) -> None:
         """Learn from rounds that the plan of round `now` may depend on."""
+        due = list[Outcome]()
         while self._outcomes and self._outcomes[0][0] <= now - LAG:
-            _, outcome = self._outcomes.popleft()
-            if outcome.survival is not None:
-                self._survival[outcome.rows] = outcome.survival
-                self._generation[outcome.rows] = outcome.generations
-                self._note_survival(outcome.survival[outcome.committed > 0])
-                self._learn(outcome, outcome.survival)
-            elif not self._per_request:
-                self._learn(outcome, np.ones((len(outcome.rows), self._gamma)))
+            due.append(self._outcomes.popleft()[1])
+        drafted = [outcome for outcome in due if outcome.survival is not None]
+        for outcome in drafted:
+            self._survival[outcome.rows] = outcome.survival
+            self._generation[outcome.rows] = outcome.generations
+        if learned := drafted if self._per_request else due:
+            self._learn(learned)
 
-    def _note_survival(self, survival: Floats) -> None:
-        """Of rounds that counted: a void one is made again, with the same drafts."""
-        kept, new = _DECAY, (1 - _DECAY) * _PRIOR
-        self._survived = self._survived * kept + new + survival.sum(axis=0)
-        self._drafted_for = self._drafted_for * kept + new + len(survival)
-
-    def _learn(self, outcome: Outcome, survival: Floats) -> None:
+    def _learn(self, outcomes: list[Outcome]) -> None:
         """Compare survivals with what was accepted, where the target had a look."""
-        looked, kept = outcome.looked_at(self._gamma)
-        self._foreseen = self._foreseen * _DECAY + (1 - _DECAY) * _PRIOR
-        self._accepted = self._accepted * _DECAY + (1 - _DECAY) * _PRIOR
-        self._foreseen += (survival * looked).sum(axis=0)
-        self._accepted += kept.sum(axis=0)
+        age = np.arange(len(outcomes) - 1, -1, -1)
+        weight = np.repeat(_DECAY**age, [len(o.rows) for o in outcomes])
+        memory = _DECAY ** len(outcomes)
+        prior = (1.0 - memory) * _PRIOR
+        columns = {name: _joined([getattr(o, name) for o in outcomes]) for name in _COLUMNS}
+        all_of_them = Outcome(**columns, survival=None)
+        looked, kept = all_of_them.looked_at(self._gamma)
+        expected: NDArray[Any] = looked
+        if self._per_request:
+            survival = _joined([o.survival for o in outcomes])
+            expected = looked * survival
+            # a void round is made again, with the same drafts
+            counted = weight * (all_of_them.committed > 0)
+            self._survived = self._survived * memory + prior + counted @ survival
+            self._drafted_for = self._drafted_for * memory + prior + float(counted.sum())
+            self._compare(survival[looked], kept[looked])
+        self._foreseen = self._foreseen * memory + prior + weight @ expected
+        self._accepted = self._accepted * memory + prior + weight @ kept
+
+    def _compare(self, survival: Floats, kept: Bools) -> None:
+        """Count survivals of verified drafts against what stayed, by tenth."""
+        bins = np.minimum((survival * BINS).astype(np.int64), BINS - 1)
+        more = [np.bincount(bins, w, BINS) for w in (survival, None, kept)]
+        self._reliability += np.array(more)
+
+    def take_reliability(self) -> Floats | None:
+        """Verified drafts since the last call, by tenth of survival; None if there was none.
+
+        [3, CALIBRATION_BINS]: the sum of their survivals, how many they are, how many stayed.
+        """
+        found = self._reliability
+        if not found[1].any():
+            return None
+        self._reliability = np.zeros((3, BINS))
+        return found
 
     def survival(self, batch: Batch) -> Floats:
         """[R, G] what is expected of each request's drafts.
@@ -114,3 +150,7 @@ class History:
         others = self._survived / self._drafted_for
         known = np.where(fresh[:, None], self._survival[batch.rows], others)
         return np.minimum.accumulate(np.minimum(known * scale, 1.0), axis=1)
+
+
+def _joined(arrays: list[Any]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.spec.history import Batch
+
 Path = Literal["plain", "full", "compact"]
 PATHS: tuple[Path, ...] = ("plain", "full", "compact")
 
@@ -33,3 +35,24 @@ class Plan:
         """What `to_wire` gave."""
         path, budget, requests, tokens = values
         return cls(PATHS[path], None if budget < 0 else budget, requests, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A round's plan, and what is needed to learn from its result."""
+
+    plan: Plan
+    round: int
+    batch: Batch
+    predicted: float
+    """Expected tokens; 0 if nothing was predicted."""
+
+    @property
+    def num_reqs(self) -> int:
+        """R."""
+        return len(self.batch.rows)
+
+    def budget(self, gamma: int) -> int:
+        """Draft tokens verified."""
+        budgets = {"plain": 0, "full": self.num_reqs * gamma, "compact": self.plan.budget or 0}
+        return budgets[self.plan.path]

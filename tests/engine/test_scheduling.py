@@ -95,7 +95,7 @@ def schedule(engine: Engine, mode: str, table: CostTable) -> None:
     engine.decisions._default = mode  # type: ignore[assignment]
     engine.decisions.planner.table = table
     engine.decisions._measured = False
-    engine.decisions.note_host = lambda *_: None  # type: ignore[method-assign]
+    engine.decisions.note_turn = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 VARIATIONS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,7 @@ from engine.kernels.acceptance import Drafts
 from engine.runner.pending import Launched, RoundResult
 from engine.sequence import Sequence
 from engine.spec.history import Outcome
-from engine.spec.plan import Plan
-from engine.spec.planner import Decided
+from engine.spec.plan import Decided, Plan
 
 NOISE = 1e-3
 
