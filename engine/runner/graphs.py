@@ -1,9 +1,9 @@
 """CUDA graphs of rounds: the draft by slots for requests, verification by verify tokens as well.
 
 A graph replays fixed addresses: rows, caches, and one buffer that holds the verify budget and says
-which rows are in the round. A batch is padded with the spare row up to its tier. Graphs are
-captured when first needed, after a run with padding only, so that nothing is compiled or allocated
-while capturing. Prefills have theirs in prefills.py.
+which rows are in the round and what KV blocks they have got. A batch is padded with the spare row
+up to its tier. Graphs are captured when first needed, after a run with padding only, so that
+nothing is compiled or allocated while capturing. Prefills have theirs in prefills.py.
 """
 
 import weakref
@@ -22,6 +22,9 @@ from engine.sequence import Sequence
 from engine.spec.plan import Path, Plan
 
 T = TypeVar("T")
+
+_NUMBERS = 2
+"""Before the rows: the budget, and how many new blocks there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,11 @@ class Graphs:
         self._pool_bytes = pool_bytes
         self._steps = steps
         spare, device = steps.rows.spare, steps.rows.device
-        self._inputs = torch.full((1 + max_num_seqs,), spare, dtype=torch.int64, device=device)
+        self.most_blocks = 2 * max_num_seqs
+        """New blocks that a round may bring along: a request seldom gets more than one."""
+
+        size = _NUMBERS + max_num_seqs + 3 * self.most_blocks
+        self._inputs = torch.full((size,), spare, dtype=torch.int64, device=device)
         self._drafts: dict[tuple[int, bool, int], DraftGraph] = {}
         self._verifies: dict[Needs, dict[tuple[Path, int, int], VerifyGraph]] = {}
         self._pool: Any = None
@@ -80,10 +87,16 @@ class Graphs:
         self.prefills.clear()
         self._pool, self._pool_bytes = None, 0
 
-    def load(self, rows: Items[int], plan: Plan) -> None:
-        """Say which rows are in the round, and how many drafts it verifies."""
+    def load(self, rows: Items[int], plan: Plan, blocks: Items[int] = ()) -> None:
+        """Say which rows are in the round, how many drafts it verifies, and its new blocks.
+
+        Args:
+            rows: Of the batch.
+            plan: What the round does.
+            blocks: As `Rows.new_blocks`, up to `most_blocks`; the round's first graph writes them.
+        """
         padding = [self._steps.rows.spare] * (plan.requests - len(rows))
-        values = [plan.budget or 0, *rows, *padding]
+        values = [plan.budget or 0, len(blocks) // 3, *rows, *padding, *blocks]
         if values == self._loaded:  # verification most often finds what its draft pass left
             return
         if values[1:] == self._loaded[1:]:  # and a round the rows of the one before
@@ -91,6 +104,12 @@ class Graphs:
         else:
             self._steps.rows.uploads.send_integers(values, self._inputs)
         self._loaded = values
+
+    def _write_blocks(self, plan: Plan) -> None:
+        """A round's new blocks, which follow its rows."""
+        first = _NUMBERS + plan.requests
+        entries = self._inputs[first : first + 3 * self.most_blocks]
+        self._steps.rows.write_blocks(self._inputs[1:2], entries)
 
     def draft(self, plan: Plan, needs: Needs) -> DraftGraph:
         """The draft pass of a plan, captured if need be; that leaves padding in the buffer."""
@@ -110,7 +129,12 @@ class Graphs:
         steps = self._steps
         self.load([], plan)
         members = self._members(plan, needs)
-        graph, drafts = self.record(lambda: steps.draft(members, sampled=needs.sampled))
+
+        def draft() -> Drafts:
+            self._write_blocks(plan)
+            return steps.draft(members, sampled=needs.sampled)
+
+        graph, drafts = self.record(draft)
         return DraftGraph(graph, drafts, steps.last_confidence)
 
     def _capture_verify(self, plan: Plan, needs: Needs) -> VerifyGraph:
@@ -121,6 +145,8 @@ class Graphs:
         compact = plan.path == "compact"
 
         def verify() -> torch.Tensor:
+            if drafts is None:  # else its draft pass has
+                self._write_blocks(plan)
             return steps.verify(
                 members,
                 drafts,
@@ -133,7 +159,7 @@ class Graphs:
         return VerifyGraph(*self.record(verify))
 
     def _members(self, plan: Plan, needs: Needs) -> Members:
-        index = self._inputs[1 : 1 + plan.requests]
+        index = self._inputs[_NUMBERS : _NUMBERS + plan.requests]
         return Members(index, self.present(index), self._most_owned(plan, needs))
 
     def present(self, index: torch.Tensor) -> Items[Sequence]:

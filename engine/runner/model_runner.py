@@ -46,6 +46,9 @@ class ModelRunner:
 
         self.graphs = Graphs(self.steps, rows.spare, graph_pool_bytes) if use_graphs else None
         self._last_needs: tuple[Items[Sequence], Needs] = ((), Needs(False, False, False))
+        self._new_blocks = list[int]()
+        """What the round's first graph writes, as `Rows.new_blocks`."""
+
         self.first_logits = torch.empty(0)
         """[1, V] target logits behind the first token of the last prefill that had one: of this
         rank's first request, on rank 0 the first of all. A copy: what captured steps leave lies in
@@ -106,15 +109,17 @@ class ModelRunner:
         Returns:
             The drafts [slots, G], padding included, where the pass leaves them.
         """
-        self.set_blocks(sequences)
-        if plan.path == "plain":
-            return None
         if self.graphs is None:
+            self.set_blocks(sequences)
+            if plan.path == "plain":
+                return None
             with self.clock.phase("draft"):
                 return self._draft(self._members(sequences))
+        if plan.path == "plain":
+            return None
         with self.clock.capturing():
             captured = self.graphs.draft(plan, self._needs(sequences))
-        self.graphs.load([s.row for s in sequences], plan)
+        self._load_first(sequences, plan)
         with self.clock.phase("draft"):
             captured.graph.replay()
         self.steps.last_confidence = captured.confidence
@@ -150,10 +155,23 @@ class ModelRunner:
                 )
         with self.clock.capturing():
             captured = self.graphs.verify(plan, self._needs(sequences))
-        self.graphs.load([s.row for s in sequences], plan)
+        if plan.path == "plain":
+            self._load_first(sequences, plan)
+        else:
+            self.graphs.load([s.row for s in sequences], plan, self._new_blocks)
         with self.clock.phase("verify"):
             captured.graph.replay()
         return Pending(captured.result, self._downloads, len(sequences))
+
+    def _load_first(self, sequences: Items[Sequence], plan: Plan) -> None:
+        """Tell a round's first graph whose it is, and what blocks they have got."""
+        assert self.graphs is not None
+        rows = [s.row for s in sequences]
+        self._new_blocks = self.rows.new_blocks(rows, [s.block_ids for s in sequences])
+        if len(self._new_blocks) > 3 * self.graphs.most_blocks:
+            self.rows.send_blocks(self._new_blocks)
+            self._new_blocks = []
+        self.graphs.load(rows, plan, self._new_blocks)
 
     def round(self, sequences: Items[Sequence], plan: Plan) -> Pending:
         """A whole round whose plan does not wait for its drafts: `draft`, then `verify`."""

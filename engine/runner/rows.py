@@ -63,15 +63,38 @@ class Rows:
             self._num_blocks[row] = 0
 
     def set_blocks(self, rows: Items[int], blocks: Items[list[int]]) -> None:
-        """Copy what the rows' tables lack, in one go; a request's blocks only ever grow."""
+        """Copy what the rows' tables lack, in one go."""
+        self.send_blocks(self.new_blocks(rows, blocks))
+
+    def new_blocks(self, rows: Items[int], blocks: Items[list[int]]) -> list[int]:
+        """What the rows' tables lack, which the caller brings there before anybody reads them.
+
+        A request's blocks only ever grow.
+
+        Returns:
+            Row, column and block of each.
+        """
         known, new = self._num_blocks, list[int]()
         for row, ids in zip(rows, blocks, strict=True):
             if known[row] < len(ids):
                 for column in range(known[row], len(ids)):
                     new += row, column, ids[column]
                 known[row] = len(ids)
+        return new
+
+    def send_blocks(self, new: list[int]) -> None:
+        """Bring what `new_blocks` has found to the tables."""
         if new:
             write_blocks(self.block_table, self.uploads.send_integers(new).view(-1, 3))
+
+    def write_blocks(self, count: torch.Tensor, entries: torch.Tensor) -> None:
+        """The same of what is on the device already.
+
+        Args:
+            count: [1] int64, how many there are.
+            entries: [3 E] int64, row, column and block of each.
+        """
+        write_blocks(self.block_table, entries.view(-1, 3), count)
 
     def place(self, index: torch.Tensor, num_computed: torch.Tensor, anchor: torch.Tensor) -> None:
         """Put rows `index` [R] before their next round: both values [R] int64."""

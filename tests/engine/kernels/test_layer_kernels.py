@@ -155,5 +155,13 @@ def test_new_blocks_go_where_they_belong_and_nowhere_else(count: int) -> None:
     write_blocks_triton(table, entries)
     assert torch.equal(table, want)
     assert int((table != -7).sum()) == count
+    for some in (0, count // 2, count):  # as many as the device says
+        table.fill_(-7)
+        write_blocks_triton(table, entries, torch.tensor([some], device=KERNEL_DEVICE))
+        want.fill_(-7)
+        write_blocks_ref(want, entries[:some])
+        assert torch.equal(table, want)
+        write_blocks_ref(want.fill_(-7), entries, torch.tensor([some]))
+        assert torch.equal(table, want)
     with pytest.raises(ValueError, match="entries"):
         write_blocks(table, entries.int())
