@@ -3,7 +3,8 @@
 torch's products end a graph's overlap: each starts when the kernel before it has ended, and its
 own start is seen. This one is set up while its predecessor still runs (engine.kernels.launch), and
 where a matrix has few outputs, parts of its inputs are programs of their own, so that all of the
-memory's rate is asked for. The program that ends last adds the parts, in their order.
+memory's rate is asked for. The program that ends last adds the parts, in their order. Of an MLP's
+gate and up, a program takes rows of both, and writes what the next product needs: one launch less.
 
 W stands on the left, [BLOCK_N, k] times rows [k, BLOCK_M]: a tensor core's tile has 64 rows at the
 least, and only outputs are so many. Sums are float32. A row has the same bits beside any others
@@ -72,7 +73,12 @@ def few_rows_ref(
 
 
 def few_rows_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: FewRows
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    way: FewRows,
+    *,
+    gated: bool = False,
 ) -> torch.Tensor:
     """Multiply.
 
@@ -81,9 +87,10 @@ def few_rows_triton(
         weight: [out, in], rows side by side.
         bias: [out], or None.
         way: As `few_rows_of` or a test gives it; one call with it at a time.
+        gated: The outputs are gate, then up: give `engine.kernels.activation.silu_mul` of them.
 
     Returns:
-        [T, out] in x's dtype.
+        [T, out] in x's dtype; gated, [T, out / 2].
 
     Raises:
         ValueError: There are more rows, or `way` is of another matrix.
@@ -97,7 +104,8 @@ def few_rows_triton(
     if width % (way.parts * _BLOCK_K):  # the rest would be left out
         raise ValueError(f"weight: {width} inputs do not divide into {way.parts} parts")
     x = x.contiguous()
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    wide = columns // 2 if gated else columns
+    out = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
     if not rows:
         return out
     block_m = 16 if rows <= 16 else 64
@@ -118,6 +126,7 @@ def few_rows_triton(
         K=width,
         PARTS=way.parts,
         BIAS=bias is not None,
+        GATED=gated,
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_K=_BLOCK_K,
@@ -130,7 +139,7 @@ def few_rows_triton(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    out_ptr,  # [T, N], out
+    out_ptr,  # [T, N], out; GATED: [T, N/2]
     sums_ptr,  # [tiles, PARTS, BLOCK_N, BLOCK_M] float32, between programs
     count_ptr,  # [tiles] int32, zeros before and after
     x_ptr,  # [T, K]
@@ -141,6 +150,7 @@ def _few_rows_kernel(
     K: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,10 +161,15 @@ def _few_rows_kernel(
     part = tl.program_id(0) % PARTS
     tile = tl.program_id(0) // PARTS
     row = tl.arange(0, BLOCK_M)
-    column = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_N)
     # rows and columns beyond the end read the last one's instead, and are not written
+    if GATED:  # a gate and its up side by side
+        column = tile.to(tl.int64) * (BLOCK_N // 2) + lane // 2
+        column = tl.minimum(column, N // 2 - 1) + lane % 2 * (N // 2)
+    else:
+        column = tl.minimum(tile.to(tl.int64) * BLOCK_N + lane, N - 1)
     first = part * (K // PARTS)
-    w_at = w_ptr + tl.minimum(column, N - 1) * K + first
+    w_at = w_ptr + column * K + first
     x_at = x_ptr + tl.minimum(row, num_rows - 1) * K + first
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for step in tl.range(0, K // PARTS // BLOCK_K, num_stages=STAGES):
@@ -177,7 +192,21 @@ def _few_rows_kernel(
                 total += tl.load(at, cache_modifier=".cg")
     if last:
         if BIAS:
-            total += tl.load(bias_ptr + tl.minimum(column, N - 1)).to(tl.float32)[:, None]
-        at = row.to(tl.int64)[None, :] * N + column[:, None]
-        live = (column < N)[:, None] & (row < num_rows)[None, :]
-        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=live)
+            total += tl.load(bias_ptr + column).to(tl.float32)[:, None]
+        out = total.to(out_ptr.dtype.element_ty)
+        wide, columns = N, tile.to(tl.int64) * BLOCK_N + lane
+        if GATED:
+            out = _gated(out, BLOCK_N // 2, BLOCK_M)
+            wide = N // 2
+            columns = tile.to(tl.int64) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        at = row.to(tl.int64)[None, :] * wide + columns[:, None]
+        tl.store(out_ptr + at, out, mask=(columns < wide)[:, None] & (row < num_rows)[None, :])
+
+
+@triton.jit
+def _gated(x, HALF: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Gates and ups [2 HALF, BLOCK_M] in turn, as `silu_mul` has it: [HALF, BLOCK_M]."""
+    pairs = tl.permute(tl.reshape(x.to(tl.float32), [HALF, 2, BLOCK_M]), [0, 2, 1])
+    gate, up = tl.split(pairs)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(x.dtype).to(tl.float32)
+    return (gate * up).to(x.dtype)

@@ -12,6 +12,7 @@ import os
 
 import torch
 
+from engine.kernels.activation import silu_mul
 from engine.kernels.few_rows import few_rows_of, few_rows_triton
 
 # torch keeps one compiled oneDNN product per shape, up to 1024 of them at some 0.4 MB each; prompts
@@ -66,6 +67,12 @@ class Linear:
         if self.few is not None and self.takes_few(len(x)):
             return few_rows_triton(x, self.weight, self.bias, self.few)
         return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Of an MLP's gate over its up: `silu_mul` of what `x` [T, in] gives; [T, out / 2]."""
+        if self.few is not None and self.takes_few(len(x)):
+            return few_rows_triton(x, self.weight, self.bias, self.few, gated=True)
+        return silu_mul(self(x))
 
     def takes_few(self, rows: int) -> bool:
         """Are so many rows few enough for a kernel of ours?"""

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from engine.dist.collectives import Collectives, Solo
-from engine.kernels.activation import silu_mul
 from engine.kernels.linear import Linear
 from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch
@@ -228,4 +227,4 @@ class DecoderLayer:
         """The layer's work on what `enter` gave."""
         delta = self.attention(normed, ctx, layer, causal=causal, window=window)
         normed, residual = Stream(residual, delta, 0).enter(self.post_norm, self.eps, self.ranks)
-        return Stream(residual, self.down(silu_mul(self.gate_up(normed))), 1)
+        return Stream(residual, self.down(self.gate_up.gated(normed)), 1)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.kernels.activation import silu_mul_triton
 from engine.kernels.few_rows import (
     BLOCK_N,
     FewRows,
@@ -42,6 +43,28 @@ def test_products(rows: int, columns: int, parts: int, biased: bool, dtype: torc
     for _ in range(2):  # counts are as they were
         out = few_rows_triton(x, weight, bias, way)
         assert_as_good_as(out, exact, few_rows_ref(x, weight, bias))
+        assert not way.counts.any()
+
+
+@needs_triton
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (5, 200), (16, 128), (64, 70)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_gate_and_its_up(
+    rows: int, columns: int, parts: int, biased: bool, dtype: torch.dtype
+) -> None:
+    """The bits of a product and an activation by themselves."""
+    x = torch.randn(rows, 1024).to(KERNEL_DEVICE, dtype)
+    weight = (torch.randn(columns, 1024) / 8).to(KERNEL_DEVICE, dtype)
+    bias = torch.randn(columns).to(KERNEL_DEVICE, dtype) if biased else None
+    way = way_of(columns, parts)
+    want = silu_mul_triton(few_rows_triton(x, weight, bias, way))
+    for _ in range(2):
+        out = few_rows_triton(x, weight, bias, way, gated=True)
+        assert out.shape == (rows, columns // 2)
+        assert torch.equal(out, want)
         assert not way.counts.any()
 
 
@@ -85,9 +108,10 @@ def test_the_sum_runs_on_tensor_cores_and_reads_ahead(tmp_path: Path) -> None:
     with compiling(tmp_path) as made:
         weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
         for rows in (8, 64):
-            few_rows_triton(weight[:rows], weight, None, way_of(4096, 4))
+            for gated in (False, True):
+                few_rows_triton(weight[:rows], weight, None, way_of(4096, 4), gated=gated)
     kernels = made.kernels["_few_rows_kernel"]
-    assert len(kernels) == 2
+    assert len(kernels) == 4
     for kernel in kernels:
         ptx = kernel.asm["ptx"]
         assert "wgmma.mma_async" in ptx
@@ -111,3 +135,4 @@ def test_matrices_of_a_gpu_take_it_and_change_nothing_in_a_graph() -> None:
         assert torch.equal(out, eager)
     exact = few_rows_ref(x.float(), matrix.weight.float())
     assert_as_good_as(eager, exact, few_rows_ref(x, matrix.weight))
+    assert torch.equal(matrix.gated(x), silu_mul_triton(eager))
