@@ -131,7 +131,7 @@ def _row(m: "RoundTimes") -> str:
         f"{m.gap:.3f}",
         f"{m.floor:.3f}",
         f"{m.ratio:.3f}",
-        f"{m.torch_floor:.3f}",
+        "-" if m.torch_floor is None else f"{m.torch_floor:.3f}",
         f"{m.committed:.2f}",
         f"{m.tokens_per_second:.0f}",
         f"{m.kv_bytes / 1e6:.0f}",

@@ -56,7 +56,8 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.name.replace('_', '-')}: {self.then!r} then, {self.now!r} now"
+        then, now = ("not given" if x is None else repr(x) for x in (self.then, self.now))
+        return f"{self.name.replace('_', '-')}: {then} then, {now} now"
 
 
 def dspark_version() -> str:

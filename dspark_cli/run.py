@@ -30,7 +30,7 @@ from dspark_cli.startup import Startup, process_started
 from dspark_cli.summary import interrupted, summary
 from dspark_cli.trace import Trace
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, DSparkError
 from engine.telemetry import EngineStats
 
 if TYPE_CHECKING:
@@ -129,6 +129,10 @@ class GenerateRun:
                 if job is not None:
                     self._write_metrics(job, journal, phase="interrupted")
                 return INTERRUPTED
+            except DSparkError:  # what was finished counts all the same
+                if job is not None and self.engines:
+                    self._write_metrics(job, journal, phase="failed")
+                raise
 
     def _work(self, job: Job, journal: Journal, header: Header) -> int:
         if self.paths.rows is None:

@@ -52,8 +52,8 @@ class RoundTimes:
     floor: float
     """The matrix products alone, beside the rounds: the engine's or torch's, the faster ones."""
 
-    torch_floor: float
-    """Torch's."""
+    torch_floor: float | None
+    """Torch's; None where the floor is of bytes."""
 
     committed: float
     """Tokens a request commits per round."""
@@ -140,6 +140,7 @@ def _timed(
     for _ in range(warmup):
         engine.step()
     _synchronize(engine)
+    engine.runner.clock.settle()  # or they would count as measured ones
     stretch = (time.perf_counter() - begin) / warmup * rounds
     floor.measure(stretch)
     before, tokens = dict(engine.stats.seconds), engine.stats.output_tokens
@@ -165,7 +166,7 @@ def _timed(
         verify=spent["verify"] * each,
         gap=max(wall - spent["draft"] - spent["verify"], 0.0) * each,
         floor=floor.least,
-        torch_floor=floor.of_torch,
+        torch_floor=None if isinstance(engine.runner.net.target, DeepseekV4) else floor.of_torch,
         committed=committed,
         kv_bytes=kv * _kv_bytes_per_token(engine),
     )

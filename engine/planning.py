@@ -210,7 +210,7 @@ class Decisions:
             self._runner.release()
             most = self._most_measurable = most // 2
 
-    def decide(self, batch: Items[Sequence], soon: int = 0) -> Decided:
+    def decide(self, batch: Items[Sequence], soon: int) -> Decided:
         """What the next round does; `soon` is as Batch has it."""
         rows, generations = self._bindings(batch)
         who = Batch(rows, generations, sum([len(s.token_ids) for s in batch]), soon)

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dspark_cli import backend
 from dspark_cli import journal as journal_module
 from dspark_cli import output as output_module
+from engine.errors import DSparkError
 from tests.cli import fake
 from tests.cli.conftest import Bench, read_lines
 
@@ -338,3 +340,26 @@ def test_metrics_of_an_interrupted_run_say_so(bench: Bench, clean: bytes) -> Non
     assert 3 <= found["rows"]["done"] < 40
     assert found["speed"]["seconds"] > 0
     assert found["manifest"]["settings"]["max_num_seqs"] == 2
+
+
+def test_metrics_of_a_run_that_failed_say_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was no file, although half of the rows had been paid for."""
+    bench.write(ROWS)
+    metrics = bench.folder / "metrics.json"
+    add = fake.FakeEngine.run
+
+    def failing(self: Any, *args: Any, **more: Any) -> Any:
+        for count, done in enumerate(add(self, *args, **more)):
+            if count == 7:
+                raise DSparkError("the device is gone", "look for it")
+            yield done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake.FakeEngine, "run", failing)
+        text = bench.generate("--metrics-json", str(metrics), code=1).err
+    assert "the device is gone" in text
+    found = json.loads(metrics.read_text())
+    assert found["phase"] == "failed"
+    assert found["rows"]["done"] == 7
+    bench.generate("--metrics-json", str(metrics))
+    assert json.loads(metrics.read_text())["phase"] == "done"

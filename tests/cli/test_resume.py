@@ -133,7 +133,7 @@ def test_drafter_and_batch_size_only_warn(bench: Bench) -> None:
     bench.write(ROWS)
     bench.generate()
     result = bench.generate("-g", "3", "--max-num-seqs", "2")
-    assert "num-speculative-tokens: None then, 3 now" in result.err
+    assert "num-speculative-tokens: not given then, 3 now" in result.err
     assert "max-num-seqs" in result.err
     assert fake.FakeEngine.loads == 1
 

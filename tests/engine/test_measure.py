@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from engine import measure
 from engine.measure import measure_round
 from engine.telemetry import RoundRecord
 from tests.helpers.checkpoints import write_draft, write_target
@@ -22,3 +25,25 @@ def test_a_batch_is_not_measured_in_a_larger_ones_rounds(tmp_path: Path) -> None
         measure_round(engine, requests, prompt_tokens=5, rounds=2, warmup=2)
         assert [(r.requests, r.slots) for r in seen[-3:]] == [(requests, requests)] * 3
     assert not engine.decisions.planner.own_tiers
+
+
+def test_what_ran_before_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 rounds of 71 ms, draft and verify took 78: the last one of the warm-up was counted."""
+    target = write_target(tmp_path / "t", "Qwen3ForCausalLM")
+    draft = write_draft(tmp_path / "d", markov="vanilla")
+    engine = make_engine(target, draft, max_num_seqs=2, max_model_len=96, verify="all")
+    clock, ended, pending = engine.runner.clock, [1e6], list[float]()
+
+    def synchronize(_: object) -> None:  # on a GPU a phase is counted once it is seen to have ended
+        pending.extend(ended)
+        ended.clear()
+
+    def settle() -> None:
+        while pending:
+            clock.seconds["verify"] += pending.pop()
+
+    monkeypatch.setattr(measure, "_synchronize", synchronize)
+    monkeypatch.setattr(clock, "settle", settle)
+    found = measure.measure_round(engine, 2, prompt_tokens=5, rounds=3, warmup=2)
+    assert not ended
+    assert found.draft + found.verify <= found.wall
