@@ -137,10 +137,7 @@ def paged_attention_triton(
     if not 1 <= num_splits <= _MAX_SPLITS:
         raise ValueError(f"num_splits: {num_splits} is not in [1, {_MAX_SPLITS}]")
     split = num_splits > 1
-    part, lse = out, out
-    if split:
-        part = torch.empty((num_splits, *q.shape), dtype=torch.float32, device=q.device)
-        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
+    part, lse = room_for_splits(num_splits, out)
     block_d = max(triton.next_power_of_2(head_dim), 16)
     attention_kernel[(kv_heads, num_splits, num_tiles)](
         out,
@@ -176,21 +173,53 @@ def paged_attention_triton(
         num_stages=tile.num_stages,
     )
     if split:
-        combine_kernel[(num_tokens, num_heads)](
-            out,
-            part,
-            lse,
-            cu_seqlens_q,
-            num_reqs,
-            num_splits,
-            D=head_dim,
-            BLOCK_D=block_d,
-            # a prefill has any number: one kernel for all, or each would be compiled in mid-run
-            SPLITS=triton.next_power_of_2(num_splits) if one_tile else _MAX_SPLITS,
-            **dependent(q),
-            num_warps=4 if num_splits > 8 or not one_tile else 1,
-        )
+        join_splits(out, part, lse, cu_seqlens_q, num_reqs, one_tile=one_tile)
     return out
+
+
+def join_splits(
+    out: torch.Tensor,
+    part: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    num_reqs: int,
+    *,
+    one_tile: bool,
+) -> None:
+    """What shares of the keys come to.
+
+    Args:
+        out: [T, Q, D], out.
+        part: [U, T, Q, D] float32, of each share.
+        lse: [U, T, Q] float32, log2-sum-exp of each; -inf where it saw nothing, and wrote nothing.
+        cu_seqlens_q: [R+1] int32.
+        num_reqs: R.
+        one_tile: No request has more queries than a tile: then U is one of few numbers.
+    """
+    num_splits, num_tokens, num_heads, head_dim = part.shape
+    combine_kernel[(num_tokens, num_heads)](
+        out,
+        part,
+        lse,
+        cu_seqlens_q,
+        num_reqs,
+        num_splits,
+        D=head_dim,
+        BLOCK_D=max(triton.next_power_of_2(head_dim), 16),
+        # a prefill has any number: one kernel for all, or each would be compiled in mid-run
+        SPLITS=triton.next_power_of_2(num_splits) if one_tile else _MAX_SPLITS,
+        **dependent(out),
+        num_warps=4 if num_splits > 8 or not one_tile else 1,
+    )
+
+
+def room_for_splits(num_splits: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`part` and `lse` of `join_splits`; of one share the output itself."""
+    if num_splits == 1:
+        return out, out
+    shape = (num_splits, *out.shape)
+    part = torch.empty(shape, dtype=torch.float32, device=out.device)
+    return part, torch.empty(shape[:-1], dtype=torch.float32, device=out.device)
 
 
 def num_sms(x: torch.Tensor) -> int:

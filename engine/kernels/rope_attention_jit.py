@@ -13,6 +13,8 @@ from engine.kernels.paged_attention_jit import block_ids, zero_heads
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "window", "table_stride"])
 def rope_attention_kernel(
     out_ptr,  # [T, Q, D], out
+    part_ptr,  # [U, T, Q, D] float32, out if SPLIT
+    lse_ptr,  # [U, T, Q] float32, out if SPLIT
     qkv_ptr,  # [T, Q+2K, D]
     qkv_token,
     qkv_head,
@@ -40,13 +42,14 @@ def rope_attention_kernel(
     K_NORM: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,  # >= GROUP * queries of any request
     BLOCK_N: tl.constexpr,
     BLOCK_NEW: tl.constexpr,  # >= queries of any request
     DEPENDENT: tl.constexpr,
 ):
-    """One request and KV head. Grid [K, R]."""
-    head, row = tl.program_id(0), tl.program_id(1)
+    """One request and KV head, against one share of its keys. Grid [K, R, U]."""
+    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(0)
     num_heads = kv_heads * GROUP
     begin = tl.load(cu_ptr + row)
@@ -55,23 +58,30 @@ def rope_attention_kernel(
     live_tokens = tl.load(cu_ptr + num_reqs)
     # the lengths are older than the product that made qkv: only what follows has to wait
     wait_for_inputs(DEPENDENT)
-    for t in range(live_tokens + row, num_tokens, num_reqs):
-        zero_heads(out_ptr, t, head, num_heads, GROUP, 2 * HALF, 2 * HALF)
+    if split == 0:
+        for t in range(live_tokens + row, num_tokens, num_reqs):
+            zero_heads(out_ptr, t, head, num_heads, GROUP, 2 * HALF, 2 * HALF)
     if queries <= 0:
         return
     context = seq_len - queries
     low = tl.maximum(context - window, 0) if WINDOW else 0
     step = low // BLOCK_N
     end = tl.cdiv(context, BLOCK_N)
+    news = queries
+    if SPLIT:
+        share = tl.cdiv(end - step, tl.num_programs(2))
+        step += split * share
+        end = tl.minimum(end, step + share)
+        news = tl.where(split == tl.num_programs(2) - 1, queries, 0)
     k_ptr += head.to(tl.int64) * kv_head
     v_ptr += head.to(tl.int64) * kv_head
     table_ptr += row.to(tl.int64) * table_stride
     blocks = block_ids(table_ptr, step * BLOCK_N, context, S, BLOCK_N)
 
-    # the new tokens are loaded with the rest, and worked on at the end
+    # the new tokens are loaded with the rest, and worked on at the end; by the last share
     n = tl.arange(0, BLOCK_NEW)
     d = tl.arange(0, 2 * HALF)
-    new = n < queries
+    new = n < news
     new_token = (begin + n).to(tl.int64)
     slot = tl.load(slots_ptr + new_token, mask=new, other=-1)
     k_row = qkv_ptr + new_token[:, None] * qkv_token + (num_heads + head) * qkv_head
@@ -104,17 +114,27 @@ def rope_attention_kernel(
     seen = new[None, :]
     if CAUSAL:
         seen = seen & (n[None, :] <= query[:, None])
-    acc, top, total = _attend(acc, top, total, q_a, q_b, new_a, new_b, new_v, seen, scale)
+    if SPLIT:
+        if news > 0:
+            acc, top, total = _attend(acc, top, total, q_a, q_b, new_a, new_b, new_v, seen, scale)
+    else:
+        acc, top, total = _attend(acc, top, total, q_a, q_b, new_a, new_b, new_v, seen, scale)
     column = tl.arange(0, HALF)
     kept = (slot >= 0)[:, None]
-    to = slot[:, None] * kv_slot
-    tl.store(k_ptr + to + column[None, :], new_a, mask=kept)
-    tl.store(k_ptr + to + HALF + column[None, :], new_b, mask=kept)
-    tl.store(v_ptr + to + d[None, :], new_v, mask=kept)
+    place = slot[:, None] * kv_slot
+    tl.store(k_ptr + place + column[None, :], new_a, mask=kept)
+    tl.store(k_ptr + place + HALF + column[None, :], new_b, mask=kept)
+    tl.store(v_ptr + place + d[None, :], new_v, mask=kept)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = token * num_heads + q_head
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at[:, None] * 2 * HALF + d[None, :], out, mask=live[:, None])
+    if SPLIT:
+        at += split.to(tl.int64) * num_tokens * num_heads
+        tl.store(lse_ptr + at, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=live)
+        live = live & (total > 0)
+        to = part_ptr + at[:, None] * 2 * HALF + d[None, :]
+    else:
+        to = out_ptr + at[:, None] * 2 * HALF + d[None, :]
+    tl.store(to, acc.to(to.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
