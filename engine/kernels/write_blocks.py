@@ -63,7 +63,11 @@ def write_blocks_triton(
     )
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+# where entries begin depends on the round: not one kernel for each alignment
+@triton.jit(
+    do_not_specialize=["num_entries"],
+    do_not_specialize_on_alignment=["entries_ptr", "count_ptr"],
+)
 def _write_blocks_kernel(
     table_ptr,  # [N, M] int32, out
     entries_ptr,  # [E, 3] int64
