@@ -4,7 +4,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,8 @@ class GenerateRun:
                 return INTERRUPTED
             except DSparkError:  # what was finished counts all the same
                 if job is not None and self.engines:
-                    self._write_metrics(job, journal, phase="failed")
+                    with suppress(OSError):  # the first error is the one to tell
+                        self._write_metrics(job, journal, phase="failed")
                 raise
 
     def _work(self, job: Job, journal: Journal, header: Header) -> int:

@@ -271,12 +271,12 @@ class Decisions:
             tokens: Committed in it.
             alone: Was there this round and nothing else?
         """
-        host, round_ = self.planner.host, None
+        round_ = None
         if decided is not None:
             round_ = decided.num_reqs, decided.plan.path != "plain"
-            if alone:
-                host.note(round_[0], seconds * 1e3, drafted=round_[1])
-        host.note_turn(seconds * 1e3, prefill * 1e3, tokens, round_)
+        self.planner.host.note(
+            seconds * 1e3, round_, alone=alone, prefill_ms=prefill * 1e3, tokens=tokens
+        )
 
     def count(self, decided: Decided) -> None:
         """Count a plan that is carried out."""

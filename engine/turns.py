@@ -92,7 +92,7 @@ class Turns:
         outside = min(begin - self._left, _PAUSE_S) if self._left else 0.0
         seconds, tokens = self._stats.seconds, self._stats.output_tokens
         prefilled = seconds.get("prefill", 0.0)
-        self._decided = None
+        self._decided, self._alone = None, False
         finished: list[Output] = []
         shortage = self._launch(begin, finished)
         finished += self.take(before)
@@ -102,8 +102,12 @@ class Turns:
             self.shrinking.after(shortage, self._runner.release)
         self._runner.clock.settle()
         self.count()
-        self._left = time.perf_counter()
-        host = self._left - begin - (self._runner.clock.occupied() - occupied)
+        idle = not self._scheduler.num_unfinished
+        if idle:
+            self._decisions.finish()
+        now = time.perf_counter()
+        self._left = 0.0 if idle else now  # whoever has nothing to do waits for more
+        host = now - begin - (self._runner.clock.occupied() - occupied)
         seconds["host"] = seconds.get("host", 0.0) + host
         self._decisions.note_turn(
             self._decided,

@@ -95,14 +95,8 @@ def few_rows_triton(
     Raises:
         ValueError: There are more rows, or `way` is of another matrix.
     """
-    dims = Dims()
-    dims.check("x", x, "T K")
-    dims.check("weight", weight, "N K")
+    _check(x, weight, way)
     rows, (columns, width) = x.shape[0], weight.shape
-    if rows > 64:
-        raise ValueError(f"x: {rows} rows, at most 64 can be")
-    if width % (way.parts * _BLOCK_K):  # the rest would be left out
-        raise ValueError(f"weight: {width} inputs do not divide into {way.parts} parts")
     x = x.contiguous()
     wide = columns // 2 if gated else columns
     out = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
@@ -135,6 +129,16 @@ def few_rows_triton(
         **dependent(x),
     )
     return out
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, way: FewRows) -> None:
+    dims = Dims()
+    dims.check("x", x, "T K")
+    dims.check("weight", weight, "N K")
+    if len(x) > 64:
+        raise ValueError(f"x: {len(x)} rows, at most 64 can be")
+    if weight.shape[1] % (way.parts * _BLOCK_K):  # the rest would be left out
+        raise ValueError(f"weight: {weight.shape[1]} inputs do not divide into {way.parts} parts")
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -5,9 +5,10 @@ for a step. On a CUDA device the host prepares a round while the one before it r
 takes the longer of the two; on a CPU it takes their sum. Learned on the way, as the least that was
 seen lately: whatever else the host does only ever adds to it.
 
-That else is counted by token: newcomers, and those who end. A request brings it once, in however
-many rounds it is decoded. It takes the host, and its prefill the device; where it takes the host
-longer, a batch that many come to and leave waits for the host in rounds that would not otherwise.
+That else is counted by token: most of it are newcomers and those who end, which a request is once,
+in however many rounds it is decoded. A newcomer takes the host, and its prefill the device: only
+what the host needs longer keeps rounds waiting. What prefills take the device longer pays for
+nothing, as the host is one turn ahead at most.
 """
 
 from typing import overload
@@ -24,7 +25,7 @@ _MEMORY = 0.97
 """Of what else the host does: per turn."""
 
 _PAUSE = 8.0
-"""What a turn takes beyond so many times its round is a pause of the machine, and not counted."""
+"""A turn's else counts up to so many times its round: what is longer is a pause of the machine."""
 
 
 class HostTimes:
@@ -38,28 +39,36 @@ class HostTimes:
         """
         self._overlapped = overlapped
         self._least: dict[tuple[int, bool], float] = {}
-        self._beside, self._tokens = 0.0, 0.0
-        """Lately: what else the host did for longer than the device, ms, and tokens committed."""
+        self._over, self._beside, self._tokens = 0.0, 0.0, 0.0
+        """Lately, ms: what turns with a round alone took beyond the least, and others beyond that
+        and their prefills; and tokens committed."""
 
-    def note(self, num_reqs: int, ms: float, *, drafted: bool) -> None:
-        """A round of `num_reqs` requests took the host `ms` milliseconds."""
-        key = num_reqs.bit_length(), drafted
-        self._least[key] = min(ms, self._least.get(key, ms) * _RISE)
-
-    def note_turn(
-        self, ms: float, prefill_ms: float, tokens: int, round_: tuple[int, bool] | None
+    def note(
+        self,
+        ms: float,
+        round_: tuple[int, bool] | None,
+        *,
+        alone: bool = True,
+        prefill_ms: float = 0.0,
+        tokens: int = 0,
     ) -> None:
-        """Any turn: what it did beside a round.
+        """What a turn took.
 
         Args:
-            ms: What it took the host.
-            prefill_ms: What its prefills took the device.
+            ms: The host.
+            round_: Its round's requests, and whether drafts are checked in it; None: it has none.
+            alone: Was there this round and nothing else?
+            prefill_ms: What prefills took the device, as far as that has been heard of since.
             tokens: Committed in it.
-            round_: Its round's requests, and whether drafts are checked in it.
         """
-        least = 0.0 if round_ is None else self.of(round_[0], drafted=round_[1])
-        else_ms = min(max(ms - least, 0.0), _PAUSE * max(least, 1.0))
-        self._beside = self._beside * _MEMORY + else_ms - prefill_ms
+        least = 0.0
+        if round_ is not None:
+            key = round_[0].bit_length(), round_[1]
+            known = self._least.get(key, ms)
+            least = self._least[key] = min(ms, known * _RISE if alone else known)
+        more = min(ms - least, _PAUSE * max(least, 1.0))
+        self._over = self._over * _MEMORY + (more if alone else 0.0)
+        self._beside = self._beside * _MEMORY + (0.0 if alone else more) - prefill_ms
         self._tokens = self._tokens * _MEMORY + tokens
 
     def of(self, num_reqs: int, *, drafted: bool) -> float:
@@ -83,7 +92,7 @@ class HostTimes:
         host = self.of(num_reqs, drafted=drafted)
         if not self._overlapped:
             return device_ms + host
-        beside = self._beside / self._tokens if self._tokens else 0.0
+        each = (self._over + max(self._beside, 0.0)) / self._tokens if self._tokens else 0.0
         if isinstance(device_ms, float) and isinstance(tokens, float):
-            return max(device_ms, host + beside * tokens)
-        return np.maximum(device_ms, host + beside * tokens)
+            return max(device_ms, host + each * tokens)
+        return np.maximum(device_ms, host + each * tokens)

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from dspark_cli import bench_round
 from dspark_cli.main import run
+from engine.measure import RoundTimes
 from engine.models import shapes
 from tests.cli.conftest import Result
 
@@ -85,3 +87,13 @@ def test_random_weights_have_no_text(call: Call) -> None:
     for given in (("--data", "random"), ("--data", "demo", "--ignore-eos")):
         done = call("throughput", *SHAPE, *given, code=2)
         assert done.err.startswith("error: random weights know no text and no end of it\nhint: add")
+
+
+def test_a_floor_of_bytes_has_nothing_of_torch() -> None:
+    """It stood in torch's column as well."""
+    times = dict.fromkeys((f.name for f in fields(RoundTimes)), 1.0)
+    row = RoundTimes(**{**times, "num_reqs": 4, "torch_floor": None})  # type: ignore[arg-type]
+    header = bench_round._HEADER.splitlines()[0].split("|")
+    cells = bench_round._row(row).split("|")
+    assert len(cells) == len(header)
+    assert cells[header.index(" torch's floor ")].strip() == "-"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from engine import ConfigError, Engine, SamplingParams
-from engine.errors import CapacityError
 from engine.spec.cost_table import Cell, CostTable
 from engine.spec.plan import Plan
 from tests.helpers.checkpoints import write_draft, write_target
@@ -239,6 +238,21 @@ def test_predictions_are_held_against_what_came(pair: tuple[Path, Path]) -> None
     assert done.accepted_at <= done.checked_at
 
 
+@pytest.mark.parametrize("mode", ["all", "lagged"])
+@pytest.mark.parametrize("late", [False, True])
+def test_all_that_came_is_counted_with_the_last_result(
+    pair: tuple[Path, Path], mode: Any, late: bool
+) -> None:
+    """Replicas tell what they have counted as they hand it out: the last rounds were missing."""
+    engine = make_engine(*pair, max_num_seqs=2, overlap="on" if late else "off")
+    schedule(engine, mode, cost_table(0.1))
+    done, at_last = engine.stats.schedule, [0]
+    for _ in engine.run(requests(prompts(2), max_tokens=3), verify=mode):
+        at_last = list(done.checked_at)
+    assert sum(at_last) > 0
+    assert at_last == done.checked_at
+
+
 def test_sampled_rows_commit_prefixes_whatever_the_budget(pair: tuple[Path, Path]) -> None:
     """Rounds from one state: a smaller budget commits the beginning of what a larger one does."""
     hot = SamplingParams(max_tokens=24, temperature=30.0, seed=3)  # near uniform: drafts stay
@@ -269,84 +283,6 @@ def test_sampled_rows_commit_prefixes_whatever_the_budget(pair: tuple[Path, Path
     assert sum(map(len, committed[-1].values())) > len(committed[-1])
 
 
-def test_engine_measures_costs_once_and_only_as_far_as_needed(pair: tuple[Path, Path]) -> None:
-    engine = make_engine(*pair, max_num_seqs=12, verify="lagged")
-    assert engine.decisions.table is None
-    assert engine.prepare(3) is not None
-    table = engine.decisions.table
-    assert table is not None
-    assert table.max_requests == 3
-    assert engine.prepare(2) is None
-    outputs(engine, requests(prompts(2)))
-    assert engine.decisions.table is table
-    assert make_engine(*pair, verify="all").prepare() is None
-    assert make_engine(pair[0]).prepare() is None
-    before = dict(engine.stats.seconds)
-    assert engine.prepare(9) is not None
-    after = dict(engine.stats.seconds)
-    assert after.pop("warm-up") > before.pop("warm-up") > 0
-    assert after == before, "measuring is not decoding"
-    assert engine._scheduler.num_free_blocks == engine.limits.num_blocks
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_rounds_are_measured_for_as_many_as_there_are_blocks_for(
-    pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]], captured: bool
-) -> None:
-    """A cache of fewer blocks than requests ended the run before its first row, by an assertion."""
-    per_block = 2 * 4 * 1 * 8 * 4 * (3 + 2)
-    few = {"max_model_len": 64, "kv_cache_memory_bytes": 38 * per_block}
-    engine = make_engine(*pair, max_num_seqs=40, verify="lagged", **few)
-    if captured:
-        use_host_graphs(engine)
-    room = engine.decisions._meter.room
-    assert 1 < room < 40
-    assert outputs(engine, requests(prompts(12))) == plain
-    assert engine.decisions.table is not None
-    assert engine.decisions.table.max_requests == room
-    assert engine.prepare() is None, "nor is it tried again"
-    assert engine.stats.preemptions > 0
-    with pytest.raises(CapacityError, match=f"blocks for {room} requests at once, 40 are to be"):
-        engine.profile(sizes=[1, 40])
-
-
-def test_no_measured_round_pays_for_the_blocks_of_a_whole_context(pair: tuple[Path, Path]) -> None:
-    """The first one did: 256 draft passes of 0.5 ms were told as 2.2 ms, and not made."""
-    engine = make_engine(*pair, max_num_seqs=6, verify="lagged")
-    rows, meter = engine.runner.rows, engine.decisions._meter
-    timed, late, told = False, 0, 0
-    set_blocks, time = rows.set_blocks, meter._time
-
-    def watched(of: list[int], blocks: list[list[int]]) -> None:
-        nonlocal late, told
-        new = any(rows._num_blocks[r] < len(ids) for r, ids in zip(of, blocks, strict=True))
-        told += new
-        late += new and timed
-        set_blocks(of, blocks)
-
-    def timing(*given: Any) -> Any:
-        nonlocal timed
-        timed = True
-        try:
-            return time(*given)
-        finally:
-            timed = False
-
-    rows.set_blocks = watched  # type: ignore[method-assign, assignment]
-    meter._time = timing  # type: ignore[method-assign]
-    engine.prepare()
-    assert told > 0
-    assert late == 0
-
-
-def test_measuring_leaves_no_trace_in_outputs(
-    pair: tuple[Path, Path], plain: dict[str, tuple[int, ...]]
-) -> None:
-    engine = make_engine(*pair, max_num_seqs=12, verify="lagged")
-    for _ in range(2):
-        assert outputs(engine, requests(prompts(12))) == plain
-
-
 def test_without_a_confidence_head(tmp_path: Path, plain: dict[str, tuple[int, ...]]) -> None:
     target = write_target(tmp_path / "t", "Qwen3ForCausalLM")
     draft = write_draft(tmp_path / "d", confidence=False)
@@ -375,44 +311,3 @@ def test_confidences_that_are_no_numbers_cost_no_run(
     assert draft.confidence_bias is not None
     draft.confidence_bias = torch.full_like(draft.confidence_bias, float("nan"))
     assert outputs(engine, requests(prompts(12))) == plain
-
-
-def test_files_of_another_pair_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    import json
-
-    engine = make_engine(*pair, verify="lagged")
-    engine.prepare(2)
-    assert engine.decisions.table is not None
-    file = tmp_path / "costs.json"
-    values = engine.decisions.table.to_json()
-    file.write_text(json.dumps(values))
-    same = make_engine(*pair, verify="lagged", cost_table=file)
-    assert same.prepare(2) is None
-    assert same.decisions.table == engine.decisions.table
-    values["fingerprint"]["target"] = "another"
-    file.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=r"target is .* here, another there"):
-        make_engine(*pair, verify="lagged", cost_table=file)
-    with pytest.raises(ConfigError, match="unused"):
-        make_engine(*pair, cost_table=file)
-
-
-def test_measuring_what_rounds_cost_stops_where_memory_does(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # sizes above 3 do not fit: the run used to end in the measurement's error
-    engine = make_engine(*pair, verify="lagged", max_num_seqs=8)
-    real, free = engine.runner.verify, engine.decisions._meter._pools[0].num_free
-
-    def verify(batch: Any, *rest: Any) -> Any:
-        if len(batch) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\n")
-        return real(batch, *rest)
-
-    monkeypatch.setattr(engine.runner, "verify", verify)
-    assert engine.prepare(8) is not None
-    table = engine.decisions.table
-    assert table is not None
-    assert table.max_requests == 2
-    assert engine.prepare(8) is None  # known: not tried again
-    assert engine.decisions._meter._pools[0].num_free == free

@@ -73,20 +73,27 @@ def teach(
 
     Random networks never agree, so acceptance needs help. The real draft still runs.
     """
-    rng = random.Random(seed)
-    real: Callable[..., Drafts] = engine.runner._draft
+    rng, steps = random.Random(seed), engine.runner.steps
+    real: Callable[..., Drafts] = steps.draft
 
-    def draft(members: Members) -> Drafts:
-        drafts = real(members)
+    def draft(members: Members, *, sampled: bool) -> Drafts:
+        drafts = real(members, sampled=sampled)
+        if members.index.is_cuda and engine.runner.graphs is not None:
+            return drafts  # a capture: nothing of this would be in it
         ids = drafts.token_ids.clone()
-        for r, s in enumerate(members.sequences):
-            rest = answers[s.request.request_id][s.num_output :]
+        running = {s.row: s for s in engine.running}
+        for r, row in enumerate(members.index.tolist()):
+            if (s := running.get(row)) is None:  # padding
+                continue
+            # the host may not know yet how far it is
+            done = int(steps.rows.num_computed[row]) + 1 - s.num_prompt
+            rest = answers[s.request.request_id][done:]
             for k in range(ids.shape[1]):
                 if k < len(rest) and rng.random() < hit_rate:
                     ids[r, k] = rest[k]
         return replace(drafts, token_ids=ids)
 
-    engine.runner._draft = draft  # type: ignore[method-assign]
+    steps.draft = draft  # type: ignore[method-assign]
 
 
 def randomise(engine: Engine, seed: int) -> None:
@@ -116,15 +123,16 @@ def randomise(engine: Engine, seed: int) -> None:
 def record_drafts(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor | None]]:
     """Collect (tokens up to the anchor, drafts, confidence logits) of every draft made."""
     seen: list[tuple[list[int], list[int], torch.Tensor | None]] = []
-    real: Callable[..., Drafts] = engine.runner._draft
+    steps = engine.runner.steps
+    real: Callable[..., Drafts] = steps.draft
 
-    def draft(members: Members) -> Drafts:
-        drafts = real(members)
-        confidence = engine.runner.steps.last_confidence
+    def draft(members: Members, *, sampled: bool) -> Drafts:
+        drafts = real(members, sampled=sampled)
+        confidence = steps.last_confidence
         for r, s in enumerate(members.sequences):
             logits = None if confidence is None else confidence[r].clone()
             seen.append((list(s.token_ids), drafts.token_ids[r].tolist(), logits))
         return drafts
 
-    engine.runner._draft = draft  # type: ignore[method-assign]
+    steps.draft = draft  # type: ignore[method-assign]
     return seen

@@ -60,6 +60,7 @@ def test_rounds_bring_their_new_blocks_along(
         graphs.most_blocks = most
     assert outputs(engine, many) == want
     assert {p for p, n in engine.stats.schedule.rounds.items() if n} == {"plain", "full", "compact"}
+    assert engine.stats.accepted > 0.3 * engine.stats.drafted > 0, "several blocks a round, some"
     assert max(along) == (most or max(along)) > 0
     rounds = sum(engine.stats.schedule.rounds.values())
     prefills = sum(n > 0 for n in alone)
