@@ -216,6 +216,7 @@ class Decisions:
         who = Batch(rows, generations, sum([len(s.token_ids) for s in batch]), soon)
         plan = None
         if self._group.rank == 0:
+            self.planner.capture_ms = self._runner.capture_ms or self.planner.capture_ms
             plan = self.planner.plan(who, self._runner.captured(batch))
             self._count_reliability()
         plan = self._tell(plan)

@@ -6,10 +6,13 @@ up to its tier. Graphs are captured when first needed, after a run with padding 
 nothing is compiled or allocated while capturing. Prefills have theirs in prefills.py.
 """
 
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +28,9 @@ T = TypeVar("T")
 
 _NUMBERS = 2
 """Before the rows: the budget, and how many new blocks there are."""
+
+_TELLING = 3
+"""Captures whose median says what one takes: the first ones compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,12 @@ class Graphs:
         self._verifies: dict[Needs, dict[tuple[Path, int, int], VerifyGraph]] = {}
         self._pool: Any = None
         self._loaded: list[int] = []
+        self._took: deque[float] = deque(maxlen=8)
+        """Milliseconds of the latest captures."""
+
+        self.capture_ms: float | None = None
+        """What a capture takes, compilation left out; None if that is not known."""
+
         # no cycle: memory is to go when the last reference does
         self.prefills = Prefills(steps, weakref.proxy(self))
 
@@ -176,6 +188,7 @@ class Graphs:
     def record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture what `body` launches, and where it leaves its results."""
         # compile and fill caches outside the capture; padding writes the spare row only
+        begin = time.perf_counter()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -195,4 +208,10 @@ class Graphs:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
         # one pool: rounds never run at the same time, so their scratch may be the same
         self._pool = self._pool or graph.pool()
+        self._note_capture(1e3 * (time.perf_counter() - begin))
         return graph, out
+
+    def _note_capture(self, ms: float) -> None:
+        self._took.append(ms)
+        if len(self._took) >= _TELLING:
+            self.capture_ms = median(self._took)

@@ -103,6 +103,11 @@ class ModelRunner:
         """Rounds of these sequences that can be replayed: (path, requests, tokens)."""
         return set() if self.graphs is None else self.graphs.captured(self._needs(sequences))
 
+    @property
+    def capture_ms(self) -> float | None:
+        """What capturing a round takes; None if that is not known."""
+        return None if self.graphs is None else self.graphs.capture_ms
+
     def draft(self, sequences: Items[Sequence], plan: Plan) -> Drafts | None:
         """Launch the draft pass of a round; nothing for a plain one.
 

@@ -88,3 +88,14 @@ def test_a_round_that_is_not_captured_leaves_its_blocks_to_the_next(
     monkeypatch.setattr(graphs, "draft", failing)
     assert outputs(engine, many) == want
     assert engine.stats.out_of_memory == 2
+
+
+def test_what_captures_take_is_told_to_the_planner(pair: tuple[Path, Path]) -> None:
+    """400 ms were assumed; a small model needs 80, and did without for five times as long."""
+    engine = make_engine(*pair, max_num_seqs=4)
+    graphs = use_host_graphs(engine)
+    planner = engine.decisions.planner
+    for ms in (9000.0, 70.0, 90.0, 80.0):  # the first one compiles
+        graphs._note_capture(ms)
+    outputs(engine, requests(prompts(4)))
+    assert graphs.capture_ms == planner.capture_ms == 85.0
