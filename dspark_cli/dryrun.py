@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from dspark_cli.prepare import identify
 from dspark_cli.reader import Rows
 from dspark_cli.rows import RowRules, TextTokenizer, encode_prompt, read_row
 from dspark_cli.sharding import Shard
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
+from engine.outcomes import check_request
+from engine.request import Request
 
 SHOWN_ERRORS = 20
 
@@ -36,14 +39,50 @@ class InputReport:
     """Rows with several turns, of which only the first has a known prompt."""
 
 
-def context_length(folder: Path, max_model_len: int | None) -> int | None:
-    """Prompt plus output tokens of a row, as far as it is known without the engine."""
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        trained = int((config.get("text_config") or config)["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return max_model_len
-    return trained if max_model_len is None else min(trained, max_model_len)
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a target can take, as far as its folder says."""
+
+    max_model_len: int | None
+    """Prompt plus output tokens of a row."""
+
+    trained: int | None
+    """What that can be at most."""
+
+    vocab_size: int | None
+
+    @classmethod
+    def of(cls, folder: Path, max_model_len: int | None) -> "Bounds":
+        """Read a checkpoint's config.
+
+        Args:
+            folder: The target's.
+            max_model_len: As asked for.
+        """
+        try:
+            config = json.loads((folder / "config.json").read_text("utf-8"))
+            config = config.get("text_config") or config
+        except (OSError, ValueError, AttributeError):
+            config = {}
+        trained, vocab_size = (
+            value if isinstance(value := config.get(name), int) else None
+            for name in ("max_position_embeddings", "vocab_size")
+        )
+        lengths = [n for n in (max_model_len, trained) if n is not None]
+        return cls(min(lengths, default=None), trained, vocab_size)
+
+    def check_stop_tokens(self, ids: Iterable[int]) -> None:
+        """Refuse ids of the command line that no row could use.
+
+        Raises:
+            ConfigError: One is outside the vocabulary.
+        """
+        for token in ids:
+            if self.vocab_size is not None and token >= self.vocab_size:
+                raise ConfigError(
+                    f"--stop-token-id {token} is outside the vocabulary [0, {self.vocab_size})",
+                    "use ids of the target's tokenizer",
+                )
 
 
 def examine(
@@ -51,7 +90,7 @@ def examine(
     rules: RowRules,
     tokenizer: TextTokenizer,
     chat_template: str | None,
-    max_model_len: int | None,
+    bounds: Bounds,
     shard: Shard | None = None,
 ) -> InputReport:
     """Read all rows as a run would, up to the engine.
@@ -61,7 +100,7 @@ def examine(
         rules: The command line's choices.
         tokenizer: The target's.
         chat_template: Used in place of the model's.
-        max_model_len: Prompt and output tokens of a row; None if unknown.
+        bounds: The target's.
         shard: Rows of other shards are passed over.
     """
     report = InputReport()
@@ -74,9 +113,7 @@ def examine(
         try:
             if wrong is not None:
                 raise wrong
-            _examine_row(
-                str(row_id), fields, rules, tokenizer, chat_template, max_model_len, report, seen
-            )
+            _examine_row(str(row_id), fields, rules, tokenizer, chat_template, bounds, report, seen)
         except RequestError as error:
             report.errors[error.kind] += 1
             if len(report.examples) < SHOWN_ERRORS:
@@ -90,7 +127,7 @@ def _examine_row(
     rules: RowRules,
     tokenizer: TextTokenizer,
     chat_template: str | None,
-    max_model_len: int | None,
+    bounds: Bounds,
     report: InputReport,
     seen: set[str],
 ) -> None:
@@ -98,20 +135,17 @@ def _examine_row(
         raise RequestError("duplicate_id", f"the id {row_id!r} was used before", "make ids unique")
     seen.add(row_id)
     row = read_row(fields, rules)
-    count = len(encode_prompt(row.prompt, tokenizer, chat_template))
-    if max_model_len is not None and count >= max_model_len:
-        raise RequestError(
-            "too_long",
-            f"{count} prompt tokens leave no room for output in {max_model_len}",
-            "shorten the prompt, or raise --max-model-len",
-        )
+    ids = encode_prompt(row.prompt, tokenizer, chat_template)
+    request = Request(request_id=row_id, prompt_token_ids=tuple(ids), params=row.params)
+    most, count = bounds.max_model_len, len(ids)
+    check_request(request, most or sys.maxsize, bounds.vocab_size or sys.maxsize, bounds.trained)
     report.lines += row.n
     report.raw_prompts += row.prompt.text is not None
     report.conversations += bool(row.prompt.later)
     report.tokens[0] += count
     report.tokens[1] = max(report.tokens[1], count)
     turns = 1 + len(row.prompt.later)
-    room = count + turns * row.params.max_tokens if max_model_len is None else max_model_len
+    room = count + turns * row.params.max_tokens if most is None else most
     report.output_limit += row.n * min(turns * row.params.max_tokens, room - count)
     if report.first_prompt is None:
         report.first_prompt = row.prompt.render(tokenizer, chat_template)

@@ -36,7 +36,7 @@ def run_metrics(
         seconds: Wall time of the loop, loading left out.
         manifest: As `manifest_of` gives it.
         comparison: With plain decoding, if that was asked for.
-        phase: `done` or `interrupted`.
+        phase: `done`, `interrupted` or `failed`.
     """
     return {
         "phase": phase,
@@ -147,7 +147,8 @@ def _acceptance(stats: EngineStats, tally: Tally) -> dict[str, Any] | None:
         return None
     mean = tally.acceptance_sum / tally.acceptance_rows if tally.acceptance_rows else None
     return {
-        "counting": "committed tokens per round, bonus included, after the cut at the end",
+        "counting": "committed tokens per round in which drafts were verified, bonus included, "
+        "after the cut at the end",
         "acceptance_length": round(stats.acceptance_length, 4),
         "committed": stats.committed,
         "rounds": stats.rounds,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dspark_cli import backend
 from dspark_cli.cluster_plan import import_ray
 from dspark_cli.compare import Comparison, compare_plain
-from dspark_cli.dryrun import context_length, examine, print_report
+from dspark_cli.dryrun import Bounds, examine, print_report
 from dspark_cli.front import Front, Single
 from dspark_cli.header import Header, run_header
 from dspark_cli.interrupt import Interrupts, StopNow
@@ -30,7 +30,7 @@ from dspark_cli.startup import Startup, process_started
 from dspark_cli.summary import interrupted, summary
 from dspark_cli.trace import Trace
 from engine.config import EngineConfig
-from engine.errors import ConfigError, DSparkError
+from engine.errors import ConfigError, DSparkError, describe_error
 from engine.telemetry import EngineStats
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ class GenerateRun:
         backend.check_checkpoints(self.config)
         folder = backend.locate_checkpoint(self.config.model, "target")
         tokenizer = backend.load_tokenizer(folder)
-        limit = context_length(folder, self.config.max_model_len)
-        report = examine(self.rows, self.rules, tokenizer, self.template, limit, self.given.shard)
+        bounds = Bounds.of(folder, self.config.max_model_len)
+        bounds.check_stop_tokens(self.rules.params.stop_token_ids)
+        report = examine(self.rows, self.rules, tokenizer, self.template, bounds, self.given.shard)
         print_report(report)
         return FAILED_ROWS if report.errors else 0
 
@@ -98,6 +99,7 @@ class GenerateRun:
             if warning is not None:
                 self.say(warning)
         folder = backend.locate_checkpoint(self.config.model, "target")
+        Bounds.of(folder, None).check_stop_tokens(self.rules.params.stop_token_ids)
         tokenizer = backend.load_tokenizer(folder)
         now = run_header(
             self.config, self.rules, self.template, given.shard, folder, tokenizer.fingerprint()
@@ -129,10 +131,12 @@ class GenerateRun:
                 if job is not None:
                     self._write_metrics(job, journal, phase="interrupted")
                 return INTERRUPTED
-            except DSparkError:  # what was finished counts all the same
+            except DSparkError as error:  # what was finished counts all the same
                 if job is not None and self.engines:
-                    with suppress(OSError):  # the first error is the one to tell
-                        self._write_metrics(job, journal, phase="failed")
+                    with suppress(DSparkError):  # the first error is the one to tell
+                        self._write_metrics(job, journal, phase="failed", error=error)
+                if job is not None and self.paths.journal is not None:
+                    _say_what_is_kept(error, job.counts)
                 raise
 
     def _work(self, job: Job, journal: Journal, header: Header) -> int:
@@ -156,7 +160,11 @@ class GenerateRun:
             self.say(text)
         for slot, line in first_completions(job.slots, journal, self.given.show):
             self._show(line, job.prompts.get(slot))
-        self._write_metrics(job, journal, self._compare(job))
+        comparison, metrics = self._compare(job), self.reports.metrics
+        if first is None and metrics is not None and metrics.exists():
+            self.say(f"nothing was decoded: {metrics} is left as it is")
+        else:
+            self._write_metrics(job, journal, comparison)
         return FAILED_ROWS if job.counts.failed else 0
 
     def _write_metrics(
@@ -165,6 +173,7 @@ class GenerateRun:
         journal: Journal,
         comparison: Comparison | None = None,
         phase: str = "done",
+        error: DSparkError | None = None,
     ) -> None:
         if self.reports.metrics is None:
             return
@@ -174,6 +183,8 @@ class GenerateRun:
         metrics = run_metrics(
             rows, job.tally, self.stats, self.seconds, manifest, comparison, phase
         )
+        if error is not None:
+            metrics["error"] = describe_error(error)
         write_metrics(self.reports.metrics, metrics)
 
     def _close_shard(self, job: Job, journal: Journal) -> None:
@@ -295,3 +306,11 @@ class GenerateRun:
         for line in comparison.lines():
             sys.stderr.write(line + "\n")
         return comparison
+
+
+def _say_what_is_kept(error: DSparkError, counts: Counts) -> None:
+    """Let the hint of a run that ended in the middle say how to go on."""
+    kept = "finished rows are kept"
+    if error.exit_code == 1 and counts.done + counts.kept and kept not in error.hint:
+        again = f"{kept}: run the same command again"
+        error.hint = f"{error.hint}; {again}" if error.hint else again

@@ -109,7 +109,8 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if `request` cannot be served; touches no state."""
-        check_request(request, self.max_model_len, self.vocab_size)
+        trained = self.runner.net.target.spec.max_position
+        check_request(request, self.max_model_len, self.vocab_size, trained)
 
     def run(
         self,

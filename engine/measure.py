@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from engine.deepseek_v4_floor import round_bytes
 from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.kernel_bench.timing import measure_ceiling
 from engine.kernels.linear import Linear
 from engine.kv.cache import PagedKV
@@ -95,14 +96,23 @@ def measure_round(
     """
     width = engine.gamma + 1 if speculate and engine.gamma else 1
     floor = _Floor(_floors(engine, num_reqs, width))
+    # who is admitted first decodes while the others' prompts are computed
+    prefills = -(-num_reqs * prompt_tokens // engine.limits.max_num_batched_tokens)
     params = SamplingParams(
-        max_tokens=width * (warmup + rounds + 8), ignore_eos=True, temperature=temperature
+        max_tokens=width * (warmup + rounds + prefills + 8),
+        ignore_eos=True,
+        temperature=temperature,
     )
     engine.submit(
         _requests(engine, num_reqs, prompt_tokens, params), speculate=speculate, verify="all"
     )
     while len(engine.running) < num_reqs or any(not s.num_output for s in engine.running):
-        engine.step()
+        if engine.step():
+            engine.abandon()
+            raise ConfigError(
+                f"of {num_reqs} requests some end before all of them decode",
+                "use a larger --max-model-len, or fewer or shorter prompts",
+            )
     with _own_tiers(engine):
         return _timed(engine, num_reqs, width, floor, rounds, warmup)
 

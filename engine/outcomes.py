@@ -8,13 +8,16 @@ from engine.text import Tokenizer
 Output = Completion | RequestFailure
 
 
-def check_request(request: Request, max_model_len: int, vocab_size: int) -> None:
+def check_request(
+    request: Request, max_model_len: int, vocab_size: int, trained: int | None = None
+) -> None:
     """Refuse what cannot be served.
 
     Args:
         request: What was asked for.
         max_model_len: Prompt and output tokens of one request.
         vocab_size: Token ids are below it.
+        trained: What `max_model_len` can be at most; None: more than it is.
 
     Raises:
         RequestError: With the reason and what to do.
@@ -27,7 +30,8 @@ def check_request(request: Request, max_model_len: int, vocab_size: int) -> None
             "too_long",
             f"the prompt has {len(ids)} tokens, the context holds {max_model_len} "
             "with at least one output token",
-            f"shorten it to {max_model_len - 1} tokens, or raise --max-model-len",
+            f"shorten it to {max_model_len - 1} tokens"
+            + (", or raise --max-model-len" if trained is None or trained > max_model_len else ""),
         )
     if bad := next((t for t in ids if not 0 <= t < vocab_size), None):
         raise RequestError(

@@ -358,8 +358,15 @@ def test_metrics_of_a_run_that_failed_say_so(bench: Bench, monkeypatch: pytest.M
         patch.setattr(fake.FakeEngine, "run", failing)
         text = bench.generate("--metrics-json", str(metrics), code=1).err
     assert "the device is gone" in text
+    assert "look for it; finished rows are kept: run the same command again" in text
     found = json.loads(metrics.read_text())
     assert found["phase"] == "failed"
     assert found["rows"]["done"] == 7
+    assert (found["error"]["error"], found["error"]["exit_code"]) == ("the device is gone", 1)
     bench.generate("--metrics-json", str(metrics))
-    assert json.loads(metrics.read_text())["phase"] == "done"
+    done = metrics.read_text()
+    assert json.loads(done)["phase"] == "done"
+    # nothing is left to do: the figures of the run that did it stay
+    text = bench.generate("--metrics-json", str(metrics)).err
+    assert f"nothing was decoded: {metrics} is left as it is" in text
+    assert metrics.read_text() == done

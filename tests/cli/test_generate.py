@@ -307,6 +307,21 @@ def test_dry_run_of_good_rows_is_0(bench: Bench) -> None:
     assert not bench.output.exists()
 
 
+def test_ids_outside_the_vocabulary_are_found_before_a_run(bench: Bench) -> None:
+    """A dry run found nothing, and the run failed every row, once it had loaded."""
+    config = bench.folder / "m" / "config.json"
+    config.write_text(json.dumps({"max_position_embeddings": 900, "vocab_size": 300}))
+    rows = [{"prompt": "ab"}, {"prompt": "cd", "stop_token_ids": [300]}]
+    bench.write([*rows, {"prompt_token_ids": [1, 300]}])
+    out = bench.call("generate", str(bench.input), "-m", str(config.parent), "--dry-run").out
+    assert b"line 2: schema: stop token id 300 is outside the vocabulary [0, 300)" in out
+    assert b"line 3: schema: prompt token id 300 is outside the vocabulary [0, 300)" in out
+    for dry in ((), ("--dry-run",)):
+        text = bench.generate("--stop-token-id", "300", *dry, code=2).err
+        assert "--stop-token-id 300 is outside the vocabulary [0, 300)" in text
+    assert fake.FakeEngine.loads == 0
+
+
 def test_compare_plain_and_show(bench: Bench) -> None:
     bench.write(PROMPTS)
     metrics = bench.folder / "metrics.json"

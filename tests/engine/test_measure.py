@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import measure
+from engine import ConfigError, measure
 from engine.measure import measure_round
 from engine.telemetry import RoundRecord
 from tests.helpers.checkpoints import write_draft, write_target
@@ -47,3 +47,15 @@ def test_what_ran_before_is_not_measured(tmp_path: Path, monkeypatch: pytest.Mon
     found = measure.measure_round(engine, 2, prompt_tokens=5, rounds=3, warmup=2)
     assert not ended
     assert found.draft + found.verify <= found.wall
+
+
+def test_all_decode_although_prompts_take_many_steps(tmp_path: Path) -> None:
+    """The first ones ended while the others' prompts were computed: no round had all of them."""
+    target = write_target(tmp_path / "t", "Qwen3ForCausalLM")
+    engine = make_engine(target, max_num_seqs=12, max_num_batched_tokens=4, max_model_len=96)
+    found = measure.measure_round(engine, 12, speculate=False, prompt_tokens=8, rounds=2, warmup=2)
+    assert found.committed == 1.0
+    short = make_engine(target, max_num_seqs=12, max_num_batched_tokens=4, max_model_len=20)
+    with pytest.raises(ConfigError, match="of 12 requests some end before all of them decode"):
+        measure.measure_round(short, 12, speculate=False, prompt_tokens=8, rounds=2, warmup=2)
+    assert not short.running
