@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_cli.dryrun import context_length
+from dspark_cli.dryrun import Bounds
 from dspark_cli.inspect import human
 from dspark_cli.main import run
 from engine.deepseek_v4_inspection import gpus_needed, weight_bytes
@@ -264,7 +264,10 @@ def test_a_drafter_of_another_family_does_not_fit(
 def test_deepseek_v41(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Entries are counted where they are made: in two layers of the six that see any."""
     folder = write_deepseek_v41(tmp_path / "v41")
-    assert context_length(folder, None) == 512, "what a dry run goes by is nested, too"
+    bounds = Bounds.of(folder, None)  # what a dry run goes by is nested, too
+    assert bounds.max_model_len == bounds.trained == 512
+    assert Bounds.of(folder, 100).max_model_len == 100
+    assert Bounds.of(tmp_path, 100) == Bounds(100, None, None)
     code, out, _ = inspect(capsys, folder, folder, "--max-num-seqs", 3, "--max-model-len", 100)
     assert code == 0
     assert (

@@ -95,8 +95,8 @@ def test_ctrl_c_in_the_first_moments_is_one_line_and_130(bench: Bench) -> None:
         assert "Traceback" not in err
         if process.returncode != 0:  # the last may find the run ended
             assert process.returncode == 130, (moment, err)
-            if "stopping: running rows" in err:
-                continue  # on a fast machine the row was running already, and got its time
+            if "stopping: running rows" in err or "dspark: wrote" in err:
+                continue  # on a fast machine the row was running already, or was done
             assert len(told) == 1, (moment, told)
             assert "interrupted" in told[0]
             seen += 1
