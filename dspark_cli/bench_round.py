@@ -62,7 +62,8 @@ class RoundOptions(EngineOptions):
 
     def engine_config(self, **derived: Any) -> EngineConfig:
         """The engine's settings, for the largest batch and the longest output."""
-        # prompts of a batch take several steps, in each of which the first ones decode
+        # prompts of a batch take several steps, in each of which the first ones decode; 512 tokens
+        # are the least that a step takes by default
         prefills = -(-self.sizes[-1] * self.prompt_tokens // (self.max_num_batched_tokens or 512))
         longest = self.prompt_tokens + 8 * (self.rounds + max(40, prefills + 24))
         return super().engine_config(max_num_seqs=self.sizes[-1], max_model_len=longest, **derived)

@@ -312,9 +312,7 @@ class _Member:
             error.add_note(self.failure["traceback"])
         if self.deaths <= MAX_RESTARTS or error.exit_code == _USAGE:
             return error
-        again = "finished rows are kept: run the same command again"
-        more = f"{error.hint}; {again}" if error.hint else again
-        return ProcessError(f"{error} ({self.deaths} times now)", more, error.exit_code)
+        return ProcessError(f"{error} ({self.deaths} times now)", error.hint, error.exit_code)
 
     def retire(self) -> EngineStats:
         """Forget the process that has ended; what it had counted, but for tokens that are lost."""

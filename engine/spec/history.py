@@ -21,8 +21,6 @@ Bools = NDArray[np.bool_]
 LAG = 2
 """Rounds between a draft and the first budget that may depend on it."""
 
-_COLUMNS = ("rows", "generations", "verify_lens", "committed")
-
 _DECAY, _PRIOR = 0.98, 16.0
 """Memory of predicted and accepted drafts: per round, and drafts assumed to be as predicted."""
 
@@ -47,12 +45,6 @@ class Outcome:
     verify_lens: Ints  # [R]
     committed: Ints  # [R]; 0: nothing to learn from
     survival: Floats | None  # [R, G]; None of a plain round
-
-    def looked_at(self, gamma: int) -> tuple[Bools, Bools]:
-        """[R, G] which drafts the target looked at, and which of those it kept."""
-        column, counts = np.arange(gamma), self.committed[:, None]
-        looked = (column < self.verify_lens[:, None] - 1) & (counts > 0)
-        return looked, looked & (column < counts - 1)
 
 
 class History:
@@ -105,20 +97,25 @@ class History:
         weight = np.repeat(_DECAY**age, [len(o.rows) for o in outcomes])
         memory = _DECAY ** len(outcomes)
         prior = (1.0 - memory) * _PRIOR
-        columns = {name: _joined([getattr(o, name) for o in outcomes]) for name in _COLUMNS}
-        all_of_them = Outcome(**columns, survival=None)
-        looked, kept = all_of_them.looked_at(self._gamma)
+        committed = _joined([o.committed for o in outcomes])
+        looked, kept = self._looked_at(_joined([o.verify_lens for o in outcomes]), committed)
         expected: NDArray[Any] = looked
         if self._per_request:
             survival = _joined([o.survival for o in outcomes])
             expected = looked * survival
             # a void round is made again, with the same drafts
-            counted = weight * (all_of_them.committed > 0)
+            counted = weight * (committed > 0)
             self._survived = self._survived * memory + prior + counted @ survival
             self._drafted_for = self._drafted_for * memory + prior + float(counted.sum())
             self._compare(survival[looked], kept[looked])
         self._foreseen = self._foreseen * memory + prior + weight @ expected
         self._accepted = self._accepted * memory + prior + weight @ kept
+
+    def _looked_at(self, verify_lens: Ints, committed: Ints) -> tuple[Bools, Bools]:
+        """[R, G] which drafts the target looked at, and which of those it kept; of [R] each."""
+        column, counts = np.arange(self._gamma), committed[:, None]
+        looked = (column < verify_lens[:, None] - 1) & (counts > 0)
+        return looked, looked & (column < counts - 1)
 
     def _compare(self, survival: Floats, kept: Bools) -> None:
         """Count survivals of verified drafts against what stayed, by tenth."""

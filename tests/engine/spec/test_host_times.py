@@ -13,6 +13,18 @@ from engine.spec.planner import Planner
 G = 7
 
 
+def planner_of(num: int, host: HostTimes, *, draft: float, verify: float) -> Planner:
+    """Milliseconds of a draft pass and of verifying all; a plain step takes 1."""
+    table = CostTable(
+        fingerprint={},
+        context=1,
+        draft=(Cell(num, num * G, draft, 0.0),),
+        plain=(Cell(num, num, 1.0, 0.0),),
+        verify=(Cell(num, num * (G + 1), verify, 0.0),),
+    )
+    return Planner("lagged", G, num, table, None, host=host)
+
+
 def test_the_longer_of_the_two_or_their_sum() -> None:
     overlapped, one_by_one = HostTimes(overlapped=True), HostTimes(overlapped=False)
     for host in (overlapped, one_by_one):
@@ -45,16 +57,8 @@ def test_the_least_seen_lately() -> None:
 @pytest.mark.parametrize(("host_ms", "path"), [(0.0, "plain"), (2.5, "compact")])
 def test_a_slow_host_makes_drafting_pay(host_ms: float, path: str) -> None:
     """256 requests of a small model on an H200: 1 ms a step for the device, 2.5 for the host."""
-    sizes = (256,)
-    table = CostTable(
-        fingerprint={},
-        context=1,
-        draft=tuple(Cell(r, r * G, 2.2, 0.0) for r in sizes),
-        plain=tuple(Cell(r, r, 1.0, 0.0) for r in sizes),
-        verify=tuple(Cell(r, r * (G + 1), 2.6, 0.0) for r in sizes),
-    )
     host = HostTimes(overlapped=True)
-    planner = Planner("lagged", G, 256, table, None, host=host)
+    planner = planner_of(256, host, draft=2.2, verify=2.6)
     rows = np.arange(256)
     batch = Batch(rows, np.zeros(256, np.int64), 256)
     for t in range(1, 8):
@@ -78,16 +82,8 @@ def test_newcomers_that_keep_the_host_busy(
     Rounds by themselves take it 1.7 ms, less than the device: it was thought to wait for none, and
     a round that verified 5.3 of 7 drafts took as long as one that verifies all.
     """
-    sizes = (128,)
-    table = CostTable(
-        fingerprint={},
-        context=1,
-        draft=tuple(Cell(r, r * G, 0.4, 0.0) for r in sizes),
-        plain=tuple(Cell(r, r, 1.0, 0.0) for r in sizes),
-        verify=tuple(Cell(r, r * (G + 1), 2.0, 0.0) for r in sizes),
-    )
     host = HostTimes(overlapped=True)
-    planner = Planner("lagged", G, 128, table, None, host=host)
+    planner = planner_of(128, host, draft=0.4, verify=2.0)
     rows = np.arange(128)
     survival = np.tile(np.where(np.arange(G) < 4, 0.9, 0.1), (128, 1))
     budgets = []
