@@ -24,6 +24,8 @@ LAG = 2
 _DECAY, _PRIOR = 0.98, 16.0
 """Memory of predicted and accepted drafts: per round, and drafts assumed to be as predicted."""
 
+_MIDDLES = (np.arange(BINS) + 0.5) / BINS
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -64,10 +66,14 @@ class History:
         self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._survival = np.ones((num_rows, gamma))
         self._generation = np.full(num_rows, -1, dtype=np.int64)
-        # of all requests lately: survivals and how many, then drafts foreseen and accepted
+        # of all requests lately: survivals and how many
         self._survived, self._drafted_for = np.full(gamma, _PRIOR), _PRIOR
+        # drafts looked at lately, by position: as many as were foreseen, and accepted
         self._foreseen = np.full(gamma, _PRIOR)
         self._accepted = np.full(gamma, _PRIOR)
+        # and by tenth of survival: the sum of their survivals, how many they are, how many stayed
+        self._prior = _PRIOR * np.array([_MIDDLES, np.ones(BINS), _MIDDLES])
+        self._by_tenth = self._prior.copy()
         self._reliability = np.zeros((3, BINS))
 
     def observe(self, round_: int, outcome: Outcome) -> None:
@@ -92,36 +98,34 @@ class History:
             self._learn(learned)
 
     def _learn(self, outcomes: list[Outcome]) -> None:
-        """Compare survivals with what was accepted, where the target had a look."""
-        age = np.arange(len(outcomes) - 1, -1, -1)
-        weight = np.repeat(_DECAY**age, [len(o.rows) for o in outcomes])
+        """Compare what was foreseen with what was accepted, where the target had a look."""
+        sizes = [len(o.rows) for o in outcomes]
+        fading = _DECAY ** np.arange(len(outcomes) - 1, -1, -1)
+        weight = np.repeat(fading, sizes)
         memory = _DECAY ** len(outcomes)
-        prior = (1.0 - memory) * _PRIOR
         committed = _joined([o.committed for o in outcomes])
         looked, kept = self._looked_at(_joined([o.verify_lens for o in outcomes]), committed)
-        expected: NDArray[Any] = looked
-        if self._per_request:
-            survival = _joined([o.survival for o in outcomes])
-            expected = looked * survival
-            # a void round is made again, with the same drafts
-            counted = weight * (committed > 0)
-            self._survived = self._survived * memory + prior + counted @ survival
-            self._drafted_for = self._drafted_for * memory + prior + float(counted.sum())
-            self._compare(survival[looked], kept[looked])
-        self._foreseen = self._foreseen * memory + prior + weight @ expected
-        self._accepted = self._accepted * memory + prior + weight @ kept
+        if not self._per_request:
+            prior = (1.0 - memory) * _PRIOR
+            self._foreseen = self._foreseen * memory + prior + weight @ looked
+            self._accepted = self._accepted * memory + prior + weight @ kept
+            return
+        survival = _joined([o.survival for o in outcomes])
+        # a void round is made again, with the same drafts
+        counted = weight * (committed > 0)
+        prior = (1.0 - memory) * _PRIOR
+        self._survived = self._survived * memory + prior + counted @ survival
+        self._drafted_for = self._drafted_for * memory + prior + float(counted.sum())
+        of = np.repeat(np.arange(len(outcomes)), np.array(sizes) * self._gamma)[looked.ravel()]
+        tenths = _by_tenth(survival[looked], kept[looked], of, len(outcomes))
+        self._reliability += tenths.sum(axis=1)
+        self._by_tenth = self._by_tenth * memory + (1.0 - memory) * self._prior + fading @ tenths
 
     def _looked_at(self, verify_lens: Ints, committed: Ints) -> tuple[Bools, Bools]:
         """[R, G] which drafts the target looked at, and which of those it kept; of [R] each."""
         column, counts = np.arange(self._gamma), committed[:, None]
         looked = (column < verify_lens[:, None] - 1) & (counts > 0)
         return looked, looked & (column < counts - 1)
-
-    def _compare(self, survival: Floats, kept: Bools) -> None:
-        """Count survivals of verified drafts against what stayed, by tenth."""
-        bins = np.minimum((survival * BINS).astype(np.int64), BINS - 1)
-        more = [np.bincount(bins, w, BINS) for w in (survival, None, kept)]
-        self._reliability += np.array(more)
 
     def take_reliability(self) -> Floats | None:
         """Verified drafts since the last call, by tenth of survival; None if there was none.
@@ -139,14 +143,53 @@ class History:
 
         A newcomer counts as others did lately, and as 1 where there were none.
         """
-        scale = self._accepted / self._foreseen
         if not self._per_request:
-            rates = np.minimum.accumulate(np.minimum(scale, 1.0))
+            rates = np.minimum.accumulate(np.minimum(self._accepted / self._foreseen, 1.0))
             return np.tile(rates, (len(batch.rows), 1))
         fresh = self._generation[batch.rows] == batch.generations
         others = self._survived / self._drafted_for
         known = np.where(fresh[:, None], self._survival[batch.rows], others)
-        return np.minimum.accumulate(np.minimum(known * scale, 1.0), axis=1)
+        return np.minimum.accumulate(self.honest(known), axis=1)
+
+    def honest(self, survival: Floats) -> Floats:
+        """What drafts of such survivals were worth lately; of larger ones never less.
+
+        A head may promise too little of doubtful drafts, and those are what a budget leaves out: of
+        SmolLM2's below a tenth, 6 % were foreseen and 9 % stayed. Where verifying all cost 2 % more
+        they were left out all the same, for 3 % more rounds.
+        """
+        foreseen, looked, stayed = self._by_tenth
+        at, worth = foreseen / looked, _rising(stayed, looked)
+        # beyond the outermost tenths' means in proportion
+        most = min(float(worth[-1] / at[-1]), 1.0)
+        expected: Floats = np.interp(survival, [0.0, *at, 1.0], [0.0, *worth, most])
+        return expected
+
+
+def _rising(sums: Floats, counts: Floats) -> Floats:
+    """Means that never fall, closest to sums / counts: neighbours that would are taken together.
+
+    Isotonic regression by pooling adjacent violators (Ayer et al., 1955).
+    """
+    pools = list[tuple[float, float, int]]()
+    for pool in zip(sums.tolist(), counts.tolist(), [1] * len(sums), strict=True):
+        total, count, width = pool
+        while pools and pools[-1][0] * count >= total * pools[-1][1]:
+            before = pools.pop()
+            total, count, width = total + before[0], count + before[1], width + before[2]
+        pools.append((total, count, width))
+    return np.repeat([total / count for total, count, _ in pools], [width for *_, width in pools])
+
+
+def _by_tenth(survival: Floats, kept: Bools, of: Ints, num: int) -> Floats:
+    """[3, num, BINS] of drafts [N] in each of `num` rounds: sum of survivals, number, kept."""
+    at = np.minimum((survival * BINS).astype(np.int64), BINS - 1) + of * BINS
+    sums = [
+        np.bincount(at, survival, num * BINS),
+        np.bincount(at, None, num * BINS),
+        np.bincount(at[kept], None, num * BINS),
+    ]
+    return np.array(sums, dtype=np.float64).reshape(3, num, BINS)
 
 
 def _joined(arrays: list[Any]) -> NDArray[Any]:
