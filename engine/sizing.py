@@ -63,7 +63,8 @@ def size_kv(
         need = -(-(wanted + lookahead) // size) * per_block
         # where KV memory was given, what requests take whatever their length has come off it
         rows = 0 if room.account else bytes_of_rows(plan, max_num_seqs, at)
-        raise CapacityError(
+        given = config.kv_cache_memory_bytes is not None
+        raise (ConfigError if given else CapacityError)(
             f"KV memory of {room.kv_bytes} bytes holds {max(held, 0)} tokens, one request of "
             f"--max-model-len {wanted} needs {need} bytes"
             + (f" ({gib(room.kv_bytes)} = {room.account})" if room.account else ""),

@@ -1,6 +1,7 @@
 """What rounds cost, measured by an engine: once, as far as needed, and without a trace."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ def test_rounds_are_measured_for_as_many_as_there_are_blocks_for(
     assert engine.stats.preemptions > 0
     with pytest.raises(CapacityError, match=f"blocks for {room} requests at once, 40 are to be"):
         engine.profile(sizes=[1, 40])
+
+
+def test_too_little_memory_that_was_asked_for_is_a_usage_error(pair: tuple[Path, Path]) -> None:
+    """Exit code 2, and the hint works. It was 1, as if the device had been too small."""
+    with pytest.raises(ConfigError, match="1024 bytes holds 0 tokens") as info:
+        make_engine(*pair, max_model_len=64, kv_cache_memory_bytes=1024)
+    asked = re.fullmatch(r"use --kv-cache-memory (\d+)", info.value.hint)
+    assert asked is not None
+    make_engine(*pair, max_model_len=64, kv_cache_memory_bytes=int(asked[1]))
+    with pytest.raises(ConfigError):
+        make_engine(*pair, max_model_len=64, kv_cache_memory_bytes=int(asked[1]) - 1)
 
 
 @pytest.mark.parametrize("captured", [False, True])
