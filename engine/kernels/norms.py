@@ -147,9 +147,11 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    column = tl.arange(0, BLOCK)
+    # the one thing that comes from far away, and is there before the inputs are
+    weight = tl.load(weight_ptr + column, mask=column < H, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
     live = (row < num_rows)[:, None] & (column < H)[None, :]
     at_outer, at_inner = row // inner, row % inner
     dtype = out_ptr.dtype.element_ty
@@ -163,6 +165,5 @@ def _rms_norm_kernel(
         tl.store(total_ptr + at_out, total, mask=live)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
-    weight = tl.load(weight_ptr + column, mask=column < H, other=0.0).to(tl.float32)
     normed = (x * scale[:, None]).to(dtype).to(tl.float32)
     tl.store(out_ptr + at_out, (normed * weight[None, :]).to(dtype), mask=live)

@@ -172,12 +172,18 @@ def _rope_store_kernel(
     BLOCK: tl.constexpr,  # >= HALF
     DEPENDENT: tl.constexpr,
 ):
+    column = tl.arange(0, BLOCK)
+    inside = column < HALF
+    if Q_NORM:
+        q_low = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        q_high = tl.load(q_weight_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
+    if K_NORM:
+        k_low = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        k_high = tl.load(k_weight_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     # int64 before the multiply: token * stride and slot * stride pass 2**31
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, BLOCK)
-    inside = column < HALF
     live = (head < Q + 2 * K)[:, None] & inside[None, :]
     at = qkv_ptr + token * qkv_token + head[:, None] * qkv_head + column[None, :]
     angle = cos_sin_ptr + token * 2 * HALF + column
@@ -194,15 +200,11 @@ def _rope_store_kernel(
         normed_a = (a * scale[:, None]).to(dtype).to(tl.float32)
         normed_b = (b * scale[:, None]).to(dtype).to(tl.float32)
         if Q_NORM:
-            low = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-            high = tl.load(q_weight_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
-            a = tl.where(is_q, (normed_a * low[None, :]).to(dtype).to(tl.float32), a)
-            b = tl.where(is_q, (normed_b * high[None, :]).to(dtype).to(tl.float32), b)
+            a = tl.where(is_q, (normed_a * q_low[None, :]).to(dtype).to(tl.float32), a)
+            b = tl.where(is_q, (normed_b * q_high[None, :]).to(dtype).to(tl.float32), b)
         if K_NORM:
-            low = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-            high = tl.load(k_weight_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
-            a = tl.where(is_q, a, (normed_a * low[None, :]).to(dtype).to(tl.float32))
-            b = tl.where(is_q, b, (normed_b * high[None, :]).to(dtype).to(tl.float32))
+            a = tl.where(is_q, a, (normed_a * k_low[None, :]).to(dtype).to(tl.float32))
+            b = tl.where(is_q, b, (normed_b * k_high[None, :]).to(dtype).to(tl.float32))
     turned_a = (a * cos - b * sin).to(dtype)
     turned_b = (b * cos + a * sin).to(dtype)
     if Q > 0:
