@@ -58,8 +58,14 @@ def _silu_mul_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < I
     at = gate_up_ptr + token * gate_up_stride + column
-    dtype = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(at + I, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * I + column, gate_times_up(gate, up, dtype), mask=live)
+
+
+@triton.jit
+def gate_times_up(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up in `dtype`, of float32 blocks whose values `dtype` has."""
     gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + token * I + column, (gate * up).to(dtype), mask=live)
+    return (gate * up).to(dtype)

@@ -1,4 +1,4 @@
-"""Products of a few rows with a large matrix: y = x W^T + b, as long as W takes to be read.
+"""Products of up to 16 rows with a large matrix: y = x W^T + b, as long as W takes to be read.
 
 torch's products end a graph's overlap: each starts when the kernel before it has ended, and its
 own start is seen. This one is set up while its predecessor still runs (engine.kernels.launch), and
@@ -18,10 +18,14 @@ import triton
 import triton.language as tl
 
 from engine.kernels import launch
+from engine.kernels.activation import gate_times_up
 from engine.kernels.contract import Dims
 from engine.kernels.launch import dependent, wait_for_inputs
 
 BLOCK_N = 64
+MOST_ROWS = 16
+"""More take a tensor core's tile apart, and torch's product or `tile_linear` is faster."""
+
 _BLOCK_K = 128
 _ENOUGH = 192
 """Programs that keep the memory of an H200 busy: more than one for each multiprocessor."""
@@ -34,7 +38,6 @@ class FewRows(NamedTuple):
 
     parts: int  # of the inputs, a program each
     counts: torch.Tensor  # [tiles] int32: parts that have ended; 0 between calls
-    most_rows: int
 
 
 def few_rows_of(weight: torch.Tensor) -> FewRows | None:
@@ -42,8 +45,8 @@ def few_rows_of(weight: torch.Tensor) -> FewRows | None:
 
     Measured on an H200, in a graph of several copies of a matrix, each product behind a small
     kernel, [out, in] of Qwen3-8B and of half of it: at up to 16 rows 3 to 17 % shorter than
-    torch's; at 64 rows 7 % shorter with 4096 outputs of 12288 inputs, as long or longer elsewhere;
-    with a vocabulary's outputs as long or longer.
+    torch's; at 64 rows as long or longer, at 32 much longer; with a vocabulary's outputs as long
+    or longer.
     """
     (columns, width), device = weight.shape, weight.device
     tiles = triton.cdiv(columns, BLOCK_N)
@@ -52,7 +55,7 @@ def few_rows_of(weight: torch.Tensor) -> FewRows | None:
     if not (weight.is_cuda and whole and launch.capable(device) and parts):
         return None
     counts = torch.zeros(tiles, dtype=torch.int32, device=device)
-    return FewRows(parts, counts, 64 if columns <= 4096 and width >= 8192 else 16)
+    return FewRows(parts, counts)
 
 
 def parts_of(tiles: int, width: int) -> int:
@@ -83,7 +86,7 @@ def few_rows_triton(
     """Multiply.
 
     Args:
-        x: [T, in], T up to 64, dtype as weight.
+        x: [T, in], T up to 16, dtype as weight.
         weight: [out, in], rows side by side.
         bias: [out], or None.
         way: As `few_rows_of` or a test gives it; one call with it at a time.
@@ -102,11 +105,10 @@ def few_rows_triton(
     out = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    block_m = 16 if rows <= 16 else 64
     tiles = triton.cdiv(columns, BLOCK_N)
     sums = out
     if way.parts > 1:
-        shape = tiles, way.parts, BLOCK_N * block_m
+        shape = tiles, way.parts, BLOCK_N * MOST_ROWS
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     _few_rows_kernel[(tiles * way.parts,)](
         out,
@@ -121,7 +123,7 @@ def few_rows_triton(
         PARTS=way.parts,
         BIAS=bias is not None,
         GATED=gated,
-        BLOCK_M=block_m,
+        BLOCK_M=MOST_ROWS,
         BLOCK_N=BLOCK_N,
         BLOCK_K=_BLOCK_K,
         STAGES=4 if way.parts > 1 else 3,
@@ -135,8 +137,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, way: FewRows) -> None:
     dims = Dims()
     dims.check("x", x, "T K")
     dims.check("weight", weight, "N K")
-    if len(x) > 64:
-        raise ValueError(f"x: {len(x)} rows, at most 64 can be")
+    if len(x) > MOST_ROWS:
+        raise ValueError(f"x: {len(x)} rows, at most {MOST_ROWS} can be")
     if weight.shape[1] % (way.parts * _BLOCK_K):  # the rest would be left out
         raise ValueError(f"weight: {weight.shape[1]} inputs do not divide into {way.parts} parts")
 
@@ -212,5 +214,4 @@ def _gated(x, HALF: tl.constexpr, BLOCK_M: tl.constexpr):
     """Gates and ups [2 HALF, BLOCK_M] in turn, as `silu_mul` has it: [HALF, BLOCK_M]."""
     pairs = tl.permute(tl.reshape(x.to(tl.float32), [HALF, 2, BLOCK_M]), [0, 2, 1])
     gate, up = tl.split(pairs)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(x.dtype).to(tl.float32)
-    return (gate * up).to(x.dtype)
+    return gate_times_up(gate, up, x.dtype)

@@ -30,6 +30,15 @@ def capable(device: torch.device) -> bool:
     return not knobs.runtime.interpret and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; 0 if there is no telling."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # its type has no such name
+
+
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
     """Call before anything that reads or writes memory; weights, which no kernel writes, excepted.

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError, measure
+from engine.kernels.linear import Linear
+from engine.kernels.tile_linear import Tiles
 from engine.measure import measure_round
 from engine.telemetry import RoundRecord
 from tests.helpers.checkpoints import write_draft, write_target
@@ -59,3 +61,34 @@ def test_all_decode_although_prompts_take_many_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of 12 requests some end before all of them decode"):
         measure.measure_round(short, 12, speculate=False, prompt_tokens=8, rounds=2, warmup=2)
     assert not short.running
+
+
+def test_an_activation_within_a_product_does_not_raise_the_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an MLP's gate and up are timed with it, and torch's products without it beside them."""
+    target = write_target(tmp_path / "t", "Qwen3ForCausalLM")
+    engine = make_engine(target, max_num_seqs=2, max_model_len=96)
+    assert len(measure._floors(engine, 2, 1)) == 1
+    gated: list[Linear] = []
+
+    def tiles(_self: Linear, rows: int, *, gated: bool = False) -> Tiles | None:
+        return Tiles(64, 64, 0, 64, 3, 4) if rows == 2 and gated else None
+
+    monkeypatch.setattr(Linear, "tiles", tiles)
+    monkeypatch.setattr(Linear, "gated", lambda self, _x: gated.append(self))
+    products = measure._round_products(engine, 2, 1)
+    measure._timer(engine, lambda: None, products, "in one")()
+    layers = measure._dense(engine)[0].layers
+    assert [id(m) for m in gated] == [id(layer.gate_up) for layer in layers]
+    asked: list[str] = []
+
+    def timer(*given: object) -> object:
+        asked.append(str(given[3]))
+        return {"in one": lambda: 3.0, "torch": lambda: 2.0}[asked[-1]]
+
+    monkeypatch.setattr(measure, "_timer", timer)
+    floor = measure._Floor(measure._floors(engine, 2, 1))
+    assert asked == ["in one", "torch"]
+    floor.measure(0.01)
+    assert (floor.least, floor.of_torch) == (2.0, 2.0)

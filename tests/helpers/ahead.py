@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TYPES = {
     torch.float32: "fp32",
@@ -50,6 +51,8 @@ class Compiled:
             elif isinstance(value, torch.Tensor):
                 signature[p.name] = "*" + _TYPES[value.dtype]
                 hints[i,] = [["tt.divisibility", 16]]
+            elif isinstance(value, TensorDescriptor):
+                signature[p.name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>"
             elif isinstance(value, float):
                 signature[p.name] = "fp32"
             else:

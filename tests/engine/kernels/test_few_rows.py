@@ -25,14 +25,14 @@ DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 
 def way_of(columns: int, parts: int) -> FewRows:
     tiles = -(-columns // BLOCK_N)
-    return FewRows(parts, torch.zeros(tiles, dtype=torch.int32, device=KERNEL_DEVICE), 64)
+    return FewRows(parts, torch.zeros(tiles, dtype=torch.int32, device=KERNEL_DEVICE))
 
 
 @needs_triton
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (5, 200), (16, 96), (17, 130), (64, 70)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (5, 200), (16, 96), (15, 130)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(rows: int, columns: int, parts: int, biased: bool, dtype: torch.dtype) -> None:
     x = torch.randn(rows, 1024).to(KERNEL_DEVICE, dtype)
@@ -50,7 +50,7 @@ def test_products(rows: int, columns: int, parts: int, biased: bool, dtype: torc
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (5, 200), (16, 128), (64, 70)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (5, 200), (16, 128), (13, 70)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_gate_and_its_up(
     rows: int, columns: int, parts: int, biased: bool, dtype: torch.dtype
@@ -81,9 +81,9 @@ def test_a_row_has_the_same_bits_beside_any_others() -> None:
 @needs_triton
 def test_no_rows_and_too_many() -> None:
     weight = torch.zeros(64, 1024, dtype=torch.float16, device=KERNEL_DEVICE)
-    x = weight.new_zeros(65, 1024)
+    x = weight.new_zeros(17, 1024)
     assert few_rows_triton(x[:0], weight, None, way_of(64, 2)).shape == (0, 64)
-    with pytest.raises(ValueError, match="65 rows, at most 64"):
+    with pytest.raises(ValueError, match="17 rows, at most 16"):
         few_rows_triton(x, weight, None, way_of(64, 2))
     with pytest.raises(ValueError, match="1024 inputs do not divide into 3 parts"):
         few_rows_triton(x[:1], weight, None, way_of(64, 3))
@@ -107,11 +107,11 @@ def test_the_sum_runs_on_tensor_cores_and_reads_ahead(tmp_path: Path) -> None:
     """Compiled for compute capability 9.0: fits, and each tile's loop has loads under way."""
     with compiling(tmp_path) as made:
         weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
-        for rows in (8, 64):
+        for rows in (8, 16):
             for gated in (False, True):
                 few_rows_triton(weight[:rows], weight, None, way_of(4096, 4), gated=gated)
     kernels = made.kernels["_few_rows_kernel"]
-    assert len(kernels) == 4
+    assert len(kernels) == 2
     for kernel in kernels:
         ptx = kernel.asm["ptx"]
         assert "wgmma.mma_async" in ptx
