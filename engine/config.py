@@ -65,8 +65,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """KV memory for target and draft together; overrides the share above."""
 
-    kv_block_size: int = 16
-    """Tokens per KV block."""
+    kv_block_size: int = 0
+    """Tokens per KV block; 0: 32 on a GPU, where attention reads them as one piece, 16 elsewhere,
+    where prompts that begin alike share more."""
 
     enable_prefix_caching: bool = True
     """Reuse KV of equal prompt prefixes."""
@@ -110,8 +111,10 @@ class EngineConfig:
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        if self.kv_block_size < 1 or self.kv_block_size & (self.kv_block_size - 1):
-            raise ConfigError(f"kv_block_size must be a power of two, got {self.kv_block_size}")
+        if self.kv_block_size < 0 or self.kv_block_size & (self.kv_block_size - 1):
+            raise ConfigError(
+                f"kv_block_size must be a power of two, or 0, got {self.kv_block_size}"
+            )
         for name in (
             "num_speculative_tokens",
             "max_num_seqs",

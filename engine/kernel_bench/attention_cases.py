@@ -9,7 +9,7 @@ from engine.kernels.paged_attention import AttentionBatch, paged_attention, page
 from engine.models.config import LayersSpec
 from engine.models.layers import Placement
 
-_KV_BLOCK = 16
+_KV_BLOCK = 32
 _CHUNK = 512
 """Queries the reference looks at together: its scores take memory."""
 

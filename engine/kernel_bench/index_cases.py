@@ -7,7 +7,7 @@ from engine.kernels.slot_mapping import slot_mapping, slot_mapping_ref
 from engine.kernels.step_inputs import StepInputs, step_inputs, step_inputs_ref
 from engine.kernels.write_blocks import write_blocks, write_blocks_ref
 
-_KV_BLOCK = 16
+_KV_BLOCK = 32
 
 
 def step_inputs_case(count: int, width: int, device: torch.device) -> Case:

@@ -21,11 +21,15 @@ from typing import NamedTuple
 import torch
 import triton
 
+from engine.kernels import launch
 from engine.kernels.launch import dependent
 from engine.kernels.paged_attention_jit import attention_kernel, combine_kernel
 
 LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 64
+
+_LARGE_TILES = 160 << 10
+"""Shared memory that a program of 128 keys' tiles needs, K and V of head dim 128 three deep."""
 
 
 class Tile(NamedTuple):
@@ -37,21 +41,23 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tile(dtype: torch.dtype, head_dim: int, rows: int, *, crowded: bool = False) -> Tile:
-    """Tile for requests of at most `rows` (query, head) pairs per KV head; a fixed table.
+def choose_tile(x: torch.Tensor, rows: int, programs: int) -> Tile:
+    """Shape of a program for requests of at most `rows` (query, head) pairs per KV head.
 
-    H200, D 128, 8 queries on 264 keys: 32 requests take 15.7 us with large tiles, 18.7 with small
-    ones; 64 requests 30.4 and 24.9, 256 requests 104 and 88.
+    A fixed table. H200, D 128, KV blocks of 16, 8 queries on 128 to 384 keys, between products, us:
+    8 requests, 64 programs, take 10.6 with tiles of 128 keys, 15.4 of 64; one query 8.8 and 13.3;
+    16 requests 13.4 and 14.1. 32 requests take 15.7 with 64 keys, 18.7 with 32; 64 requests 30.4
+    and 24.9, 256 requests 104 and 88.
 
     Args:
-        dtype: Of queries and cache.
-        head_dim: D.
+        x: Queries, [..., D], on their device.
         rows: Most queries of a request x Q/K.
-        crowded: Are there several programs a multiprocessor? Then small ones hide each other's
-            waits; few programs want their loads in large pieces.
+        programs: Of the grid, shares of keys not counted. Several a multiprocessor hide each
+            other's waits in small tiles; one wants its loads in large pieces.
     """
+    head_dim, processors = x.shape[-1], num_sms(x)
     block_m = min(max(triton.next_power_of_2(rows), 16), 64)
-    if dtype == torch.float32:  # no tensor cores; larger tiles spill registers
+    if x.dtype == torch.float32:  # no tensor cores; larger tiles spill registers
         if head_dim > 64:
             return Tile(16, 16, 4, 1)
         return Tile(16, 32, 4, 1) if block_m == 16 else Tile(32, 32, 8, 1)
@@ -59,7 +65,13 @@ def choose_tile(dtype: torch.dtype, head_dim: int, rows: int, *, crowded: bool =
         return Tile(128, 32, 8, 2) if rows > 64 else Tile(block_m, 32, 4, 2)
     if rows > 64:
         return Tile(128, 64, 8, 3) if head_dim > 64 else Tile(128, 128, 8, 3)
-    return Tile(block_m, 32, 2, 3) if crowded and block_m <= 32 else Tile(block_m, 64, 4, 3)
+    if block_m <= 32 and programs > 2 * processors:
+        return Tile(block_m, 32, 2, 3)
+    # with fewer, keys are shared out, and a share is few tiles
+    one_each = processors <= 3 * programs and programs <= processors
+    if block_m <= 32 and one_each and launch.shared_memory(x.device) >= _LARGE_TILES:
+        return Tile(block_m, 128, 4, 3)
+    return Tile(block_m, 64, 4, 3)
 
 
 def choose_num_splits(num_programs: int, max_kv_len: int, block_n: int, num_sms: int) -> int:
@@ -124,8 +136,7 @@ def paged_attention_triton(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_reqs == 0:
         return out.zero_()
-    crowded = num_reqs * kv_heads > 2 * num_sms(q)
-    tile = tile or choose_tile(q.dtype, head_dim, max_query_len * group, crowded=crowded)
+    tile = tile or choose_tile(q, max_query_len * group, num_reqs * kv_heads)
     block_m = max(tile.block_m, triton.next_power_of_2(group))
     queries_per_tile = block_m // group
     one_tile = max_query_len <= queries_per_tile
@@ -137,7 +148,10 @@ def paged_attention_triton(
     if not 1 <= num_splits <= _MAX_SPLITS:
         raise ValueError(f"num_splits: {num_splits} is not in [1, {_MAX_SPLITS}]")
     split = num_splits > 1
-    part, lse = room_for_splits(num_splits, out)
+    part, lse = out, out
+    if split:
+        part = torch.empty((num_splits, *q.shape), dtype=torch.float32, device=q.device)
+        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
     block_d = max(triton.next_power_of_2(head_dim), 16)
     attention_kernel[(kv_heads, num_splits, num_tiles)](
         out,
@@ -173,53 +187,21 @@ def paged_attention_triton(
         num_stages=tile.num_stages,
     )
     if split:
-        join_splits(out, part, lse, cu_seqlens_q, num_reqs, one_tile=one_tile)
+        combine_kernel[(num_tokens, num_heads)](
+            out,
+            part,
+            lse,
+            cu_seqlens_q,
+            num_reqs,
+            num_splits,
+            D=head_dim,
+            BLOCK_D=block_d,
+            # a prefill has any number: one kernel for all, or each would be compiled in mid-run
+            SPLITS=triton.next_power_of_2(num_splits) if one_tile else _MAX_SPLITS,
+            **dependent(q),
+            num_warps=4 if num_splits > 8 or not one_tile else 1,
+        )
     return out
-
-
-def join_splits(
-    out: torch.Tensor,
-    part: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    num_reqs: int,
-    *,
-    one_tile: bool,
-) -> None:
-    """What shares of the keys come to.
-
-    Args:
-        out: [T, Q, D], out.
-        part: [U, T, Q, D] float32, of each share.
-        lse: [U, T, Q] float32, log2-sum-exp of each; -inf where it saw nothing, and wrote nothing.
-        cu_seqlens_q: [R+1] int32.
-        num_reqs: R.
-        one_tile: No request has more queries than a tile: then U is one of few numbers.
-    """
-    num_splits, num_tokens, num_heads, head_dim = part.shape
-    combine_kernel[(num_tokens, num_heads)](
-        out,
-        part,
-        lse,
-        cu_seqlens_q,
-        num_reqs,
-        num_splits,
-        D=head_dim,
-        BLOCK_D=max(triton.next_power_of_2(head_dim), 16),
-        # a prefill has any number: one kernel for all, or each would be compiled in mid-run
-        SPLITS=triton.next_power_of_2(num_splits) if one_tile else _MAX_SPLITS,
-        **dependent(out),
-        num_warps=4 if num_splits > 8 or not one_tile else 1,
-    )
-
-
-def room_for_splits(num_splits: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`part` and `lse` of `join_splits`; of one share the output itself."""
-    if num_splits == 1:
-        return out, out
-    shape = (num_splits, *out.shape)
-    part = torch.empty(shape, dtype=torch.float32, device=out.device)
-    return part, torch.empty(shape[:-1], dtype=torch.float32, device=out.device)
 
 
 def num_sms(x: torch.Tensor) -> int:

@@ -5,10 +5,9 @@ queries of a request that share a KV head, so it can norm and rotate them itself
 keys and values from registers, on their way to the cache. A layer of a small batch takes some 20 us
 beside its products, and every launch saved is 2 to 3 of them.
 
-Where programs are too few to fill the device they share the keys out, as paged_attention does, and
-a second launch joins the shares; the last share has the new keys. To let the last program to finish
-join them was slower than that launch (H200, one request: a round 6.24 ms, two ops 6.14; eight
-requests without shares: 6.27 and 6.41). Where they
+Where programs are too few to fill the device the two ops are better: they share the keys out. To
+let the last program to finish join the shares here was slower than their second launch (H200, one
+request: a round 6.24 ms, two ops 6.14; eight requests without shares: 6.27 and 6.41). Where they
 wait for memory alone the saved launch is nothing beside it (256 requests, 250 keys: one query
 85 us, two ops 80; eight 110 and 109).
 
@@ -21,15 +20,7 @@ import triton
 from engine.kernels.contract import Dims
 from engine.kernels.launch import dependent
 from engine.kernels.paged_attention import AttentionBatch, paged_attention
-from engine.kernels.paged_attention_triton import (
-    LOG2_E,
-    Tile,
-    choose_num_splits,
-    choose_tile,
-    join_splits,
-    num_sms,
-    room_for_splits,
-)
+from engine.kernels.paged_attention_triton import LOG2_E, Tile, choose_tile, num_sms
 from engine.kernels.rope_attention_jit import rope_attention_kernel
 from engine.kernels.rope_store import rope_store
 
@@ -77,7 +68,7 @@ def rope_attention(
     dims.check("v_cache", v_cache, "P K D", qkv.dtype)
     dims.check("cos_sin", cos_sin, "T 2 _", torch.float32)
     dims.check("slots", slots, "T", torch.int64)
-    if not (qkv.is_cuda and fits(qkv, k_cache, batch)) or _waits_for_memory(qkv, k_cache, batch):
+    if not (qkv.is_cuda and fits(qkv, k_cache, batch) and _fills(qkv, k_cache, batch)):
         q = rope_store(qkv, q_weight, k_weight, eps, cos_sin, k_cache, v_cache, slots)
         return paged_attention(
             q, k_cache, v_cache, batch, scale=scale, causal=causal, window=window
@@ -111,9 +102,10 @@ def fits(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> boo
     )
 
 
-def _waits_for_memory(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
-    """Are there more than 8 programs for each multiprocessor?"""
-    return len(batch.seq_lens) * k_cache.shape[1] > 8 * num_sms(qkv)
+def _fills(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
+    """Are there programs for a third of the multiprocessors, and not more than 8 for each?"""
+    programs, processors = len(batch.seq_lens) * k_cache.shape[1], num_sms(qkv)
+    return processors <= 3 * programs and programs <= 8 * processors
 
 
 def rope_attention_triton(
@@ -131,12 +123,8 @@ def rope_attention_triton(
     causal: bool = True,
     window: int = 0,
     tile: Tile | None = None,
-    num_splits: int | None = None,
 ) -> torch.Tensor:
-    """`rope_attention` in one launch, or two with shares, where it `fits`.
-
-    Args as there, and `tile` and `num_splits`, which are found from the rest if None.
-    """
+    """`rope_attention` in one launch, where it `fits`; `tile` None is found from the rest."""
     num_tokens, num_rows, head_dim = qkv.shape
     num_reqs, kv_heads = batch.block_table.shape[0], k_cache.shape[1]
     num_heads = num_rows - 2 * kv_heads
@@ -147,22 +135,10 @@ def rope_attention_triton(
     out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0 or num_reqs == 0 or batch.max_query_len == 0:
         return out.zero_()
-    processors = num_sms(qkv)
-    programs = num_reqs * kv_heads
-    tile = tile or choose_tile(
-        qkv.dtype, head_dim, batch.max_query_len * group, crowded=programs > 2 * processors
-    )
+    tile = tile or choose_tile(qkv, batch.max_query_len * group, num_reqs * kv_heads)
     block_m = max(tile.block_m, triton.next_power_of_2(batch.max_query_len * group))
-    if num_splits is None:
-        # a third of the multiprocessors is enough: a launch more costs as much as shares save
-        few = processors > 3 * programs
-        most = batch.max_kv_len
-        num_splits = choose_num_splits(programs, most, tile.block_n, processors) if few else 1
-    part, lse = room_for_splits(num_splits, out)
-    rope_attention_kernel[(kv_heads, num_reqs, num_splits)](
+    rope_attention_kernel[(kv_heads, num_reqs)](
         out,
-        part,
-        lse,
         qkv,
         qkv.stride(0),
         qkv.stride(1),
@@ -190,7 +166,6 @@ def rope_attention_triton(
         K_NORM=k_weight is not None,
         CAUSAL=causal,
         WINDOW=window > 0,
-        SPLIT=num_splits > 1,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_NEW=max(16, triton.next_power_of_2(batch.max_query_len)),
@@ -198,6 +173,4 @@ def rope_attention_triton(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if num_splits > 1:
-        join_splits(out, part, lse, batch.cu_seqlens_q, num_reqs, one_tile=True)
     return out

@@ -13,8 +13,6 @@ from engine.kernels.paged_attention_jit import block_ids, zero_heads
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "window", "table_stride"])
 def rope_attention_kernel(
     out_ptr,  # [T, Q, D], out
-    part_ptr,  # [U, T, Q, D] float32, out if SPLIT
-    lse_ptr,  # [U, T, Q] float32, out if SPLIT
     qkv_ptr,  # [T, Q+2K, D]
     qkv_token,
     qkv_head,
@@ -42,53 +40,47 @@ def rope_attention_kernel(
     K_NORM: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,  # >= GROUP * queries of any request
     BLOCK_N: tl.constexpr,
     BLOCK_NEW: tl.constexpr,  # >= queries of any request
     DEPENDENT: tl.constexpr,
 ):
-    """One request and KV head, against one share of its keys. Grid [K, R, U]."""
-    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One request and KV head. Grid [K, R]."""
+    head, row = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     num_heads = kv_heads * GROUP
     begin = tl.load(cu_ptr + row)
     queries = tl.load(cu_ptr + row + 1) - begin
     seq_len = tl.load(seq_lens_ptr + row)
     live_tokens = tl.load(cu_ptr + num_reqs)
+    q_low, q_high = _norm_weights(q_weight_ptr, HALF, Q_NORM)
+    k_low, k_high = _norm_weights(k_weight_ptr, HALF, K_NORM)
     # the lengths are older than the product that made qkv: only what follows has to wait
     wait_for_inputs(DEPENDENT)
-    if split == 0:
-        for t in range(live_tokens + row, num_tokens, num_reqs):
-            zero_heads(out_ptr, t, head, num_heads, GROUP, 2 * HALF, 2 * HALF)
+    for t in range(live_tokens + row, num_tokens, num_reqs):
+        zero_heads(out_ptr, t, head, num_heads, GROUP, 2 * HALF, 2 * HALF)
     if queries <= 0:
         return
     context = seq_len - queries
     low = tl.maximum(context - window, 0) if WINDOW else 0
     step = low // BLOCK_N
     end = tl.cdiv(context, BLOCK_N)
-    news = queries
-    if SPLIT:
-        share = tl.cdiv(end - step, tl.num_programs(2))
-        step += split * share
-        end = tl.minimum(end, step + share)
-        news = tl.where(split == tl.num_programs(2) - 1, queries, 0)
     k_ptr += head.to(tl.int64) * kv_head
     v_ptr += head.to(tl.int64) * kv_head
     table_ptr += row.to(tl.int64) * table_stride
     blocks = block_ids(table_ptr, step * BLOCK_N, context, S, BLOCK_N)
 
-    # the new tokens are loaded with the rest, and worked on at the end; by the last share
+    # the new tokens are loaded with the rest, and worked on at the end
     n = tl.arange(0, BLOCK_NEW)
     d = tl.arange(0, 2 * HALF)
-    new = n < news
+    new = n < queries
     new_token = (begin + n).to(tl.int64)
     slot = tl.load(slots_ptr + new_token, mask=new, other=-1)
     k_row = qkv_ptr + new_token[:, None] * qkv_token + (num_heads + head) * qkv_head
     v_row = k_row + kv_heads * qkv_head
     new_v = tl.load(v_row + d[None, :], mask=new[:, None], other=0.0)
     new_a, new_b = _turned(
-        k_row, cos_sin_ptr + new_token[:, None] * 2 * HALF, k_weight_ptr, eps, new, HALF, K_NORM
+        k_row, cos_sin_ptr + new_token[:, None] * 2 * HALF, k_low, k_high, eps, new, HALF, K_NORM
     )
     m = tl.arange(0, BLOCK_M)
     query = m // GROUP
@@ -97,7 +89,7 @@ def rope_attention_kernel(
     q_head = head * GROUP + m % GROUP
     q_a, q_b = _turned(
         qkv_ptr + token[:, None] * qkv_token + q_head[:, None] * qkv_head,
-        cos_sin_ptr + token[:, None] * 2 * HALF, q_weight_ptr, eps, live, HALF, Q_NORM,
+        cos_sin_ptr + token[:, None] * 2 * HALF, q_low, q_high, eps, live, HALF, Q_NORM,
     )  # fmt: skip
 
     acc = tl.zeros((BLOCK_M, 2 * HALF), tl.float32)
@@ -114,31 +106,33 @@ def rope_attention_kernel(
     seen = new[None, :]
     if CAUSAL:
         seen = seen & (n[None, :] <= query[:, None])
-    if SPLIT:
-        if news > 0:
-            acc, top, total = _attend(acc, top, total, q_a, q_b, new_a, new_b, new_v, seen, scale)
-    else:
-        acc, top, total = _attend(acc, top, total, q_a, q_b, new_a, new_b, new_v, seen, scale)
+    acc, top, total = _attend(acc, top, total, q_a, q_b, new_a, new_b, new_v, seen, scale)
     column = tl.arange(0, HALF)
     kept = (slot >= 0)[:, None]
-    place = slot[:, None] * kv_slot
-    tl.store(k_ptr + place + column[None, :], new_a, mask=kept)
-    tl.store(k_ptr + place + HALF + column[None, :], new_b, mask=kept)
-    tl.store(v_ptr + place + d[None, :], new_v, mask=kept)
+    to = slot[:, None] * kv_slot
+    tl.store(k_ptr + to + column[None, :], new_a, mask=kept)
+    tl.store(k_ptr + to + HALF + column[None, :], new_b, mask=kept)
+    tl.store(v_ptr + to + d[None, :], new_v, mask=kept)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = token * num_heads + q_head
-    if SPLIT:
-        at += split.to(tl.int64) * num_tokens * num_heads
-        tl.store(lse_ptr + at, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=live)
-        live = live & (total > 0)
-        to = part_ptr + at[:, None] * 2 * HALF + d[None, :]
-    else:
-        to = out_ptr + at[:, None] * 2 * HALF + d[None, :]
-    tl.store(to, acc.to(to.dtype.element_ty), mask=live[:, None])
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[:, None] * 2 * HALF + d[None, :], out, mask=live[:, None])
 
 
 @triton.jit
-def _turned(x_ptr, angle_ptr, weight_ptr, eps, live, HALF: tl.constexpr, NORM: tl.constexpr):
+def _norm_weights(weight_ptr, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Halves [1, HALF] of a norm's weight, if there is a norm."""
+    column = tl.arange(0, HALF)
+    low = tl.zeros((HALF,), tl.float32)
+    high = low
+    if NORM:
+        low = tl.load(weight_ptr + column).to(tl.float32)
+        high = tl.load(weight_ptr + HALF + column).to(tl.float32)
+    return low[None, :], high[None, :]
+
+
+@triton.jit
+def _turned(x_ptr, angle_ptr, w_a, w_b, eps, live, HALF: tl.constexpr, NORM: tl.constexpr):
     """Heads at x_ptr [N, 1], normed and rotated by the angles at angle_ptr [N, 1], as halves."""
     column = tl.arange(0, HALF)
     dtype = x_ptr.dtype.element_ty
@@ -149,8 +143,6 @@ def _turned(x_ptr, angle_ptr, weight_ptr, eps, live, HALF: tl.constexpr, NORM: t
     a, b = raw_a.to(tl.float32), raw_b.to(tl.float32)
     if NORM:
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)
-        w_a = tl.load(weight_ptr + column).to(tl.float32)[None, :]
-        w_b = tl.load(weight_ptr + HALF + column).to(tl.float32)[None, :]
         # rounded where rms_norm rounds
         a = ((a * scale[:, None]).to(dtype).to(tl.float32) * w_a).to(dtype).to(tl.float32)
         b = ((b * scale[:, None]).to(dtype).to(tl.float32) * w_b).to(dtype).to(tl.float32)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.kernels import paged_attention_triton as module
 from engine.kernels.paged_attention import (
     AttentionBatch,
     locate_kv,
@@ -247,13 +248,28 @@ def test_splits_give_every_multiprocessor_a_program() -> None:
     assert choose_num_splits(8, 0, 64, 132) == 1
 
 
+def test_a_program_that_has_a_multiprocessor_to_itself_takes_large_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With fewer, keys are shared out; with more, programs hide each other's waits."""
+    monkeypatch.setattr(module, "num_sms", lambda _: 132)
+    shared = 227 << 10
+    monkeypatch.setattr(module.launch, "shared_memory", lambda _: shared)
+    x = torch.empty(0, 128, dtype=torch.bfloat16)
+    keys = {n: choose_tile(x, 32, n).block_n for n in (8, 43, 44, 64, 132, 133, 264, 265, 2048)}
+    assert keys == {8: 64, 43: 64, 44: 128, 64: 128, 132: 128, 133: 64, 264: 64, 265: 32, 2048: 32}
+    assert choose_tile(x, 64, 64).block_n == 64
+    shared = 99 << 10
+    assert choose_tile(x, 32, 64).block_n == 64
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
 @pytest.mark.gpu
 def test_every_tile_of_the_table(dtype: torch.dtype, dim: int) -> None:
     for queries, heads in ((1, (4, 4)), (8, (8, 2)), (8, (16, 2)), (300, (8, 2))):
         case = Case.make([queries, 1], [700, 401], heads=heads, dim=dim, size=16, dtype=dtype)
-        assert choose_tile(dtype, dim, queries * heads[0] // heads[1])
+        assert choose_tile(torch.empty(0, dim, dtype=dtype), queries * heads[0] // heads[1], 1)
         for causal, num_splits in ((True, 1), (False, 1), (True, 4)):
             case.check(scale=dim**-0.5, causal=causal, num_splits=num_splits)
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels import rope_attention as module
 from engine.kernels.paged_attention import AttentionBatch, paged_attention_ref
-from engine.kernels.paged_attention_triton import Tile, room_for_splits
+from engine.kernels.paged_attention_triton import Tile
 from engine.kernels.rope import inverse_frequencies, rope_table
 from engine.kernels.rope_attention import (
     fits,
@@ -104,31 +103,6 @@ def test_groups(heads: tuple[int, int], norms: bool) -> None:
     step = Step([2, 3], [20, 11], heads=heads, norms=norms)
     step.check(tile=SMALL)
     step.check()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 3, 21])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("splits", [2, 3, 8])
-def test_shares_of_the_keys(splits: int, causal: bool, window: int, dtype: torch.dtype) -> None:
-    """More shares than steps, none of them with keys, and new keys alone: the last one has them."""
-    step = Step([1, 5, 0, 3, 4], [7, 5, 9, 138, 18], dtype=dtype)
-    step.check(causal=causal, window=window, tile=SMALL, num_splits=splits)
-
-
-def test_few_requests_share_keys_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request of a GPU's 132 multiprocessors has shares, one for each has none."""
-    seen: list[int] = []
-
-    def room(num_splits: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(num_splits)
-        return room_for_splits(num_splits, out)
-
-    monkeypatch.setattr(module, "room_for_splits", room)
-    monkeypatch.setattr(module, "num_sms", lambda _: 132)
-    for reqs in (1, 5, 6, 22):
-        Step([2] * reqs, [300] * reqs, heads=(8, 8), dim=32, size=16).check()
-    assert seen == [5, 3, 1, 1]
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
