@@ -3,10 +3,10 @@
 The floor of a round is the time of its matrix products alone, on this engine's own weights, in one
 CUDA graph: target and draft layers, both uses of the vocabulary head, the context projections and
 the Markov head's G products; as the engine multiplies or as torch does, whichever is faster. Where
-the engine's product of many rows has the MLP's activation in it, that is taken where it is faster
-than torch's product without: the activation never adds to the floor. It is measured right before
-and right after the rounds, as long as they take: a card at its power limit slows down within a
-second, and both have to meet the same one.
+a product of the engine's has the MLP's activation in it, that is taken where it is faster than
+torch's product without: the activation never adds to the floor. It is measured right before and
+right after the rounds, as long as they take: a card at its power limit slows down within a second,
+and both have to meet the same one.
 A CPU has no graphs; there the products are called. Of DeepSeek-V4 the floor is the time in which
 the device copies as many bytes as the round has to read.
 """

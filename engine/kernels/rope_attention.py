@@ -7,9 +7,10 @@ beside its products, and every launch saved is 2 to 3 of them.
 
 Where programs are too few to fill the device the two ops are better: they share the keys out. To
 let the last program to finish join the shares here was slower than their second launch (H200, one
-request: a round 6.24 ms, two ops 6.14; eight requests without shares: 6.27 and 6.41). Where they
-wait for memory alone the saved launch is nothing beside it (256 requests, 250 keys: one query
-85 us, two ops 80; eight 110 and 109).
+request: a round 6.24 ms, two ops 6.14), and so were shares here with a second launch (5.80 and
+5.75). Where they wait for memory alone the saved launch is nothing beside it (between products, KV
+blocks of 32, 128 to 384 keys, eight queries: 64 requests 29.8 us, two ops 32.7; 128 58.3 and 59.2;
+256 108.8 and 106.1).
 
 Reads each request's KV once, 2 * sum(seq_len) * K * D values, and 2 * T * (Q + K) * D more.
 """
