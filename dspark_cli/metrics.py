@@ -45,7 +45,7 @@ def run_metrics(
             "by_finish_reason": dict(tally.finish),
             "failed_by_class": dict(tally.errors),
         },
-        "speed": _speed(stats, seconds),
+        "speed": _speed(stats, seconds, len(manifest["engines"])),
         "acceptance": _acceptance(stats, tally),
         "schedule": _schedule(stats),
         "engine": stats.to_json(),
@@ -131,9 +131,13 @@ def write_metrics(path: Path, metrics: dict[str, Any]) -> None:
         raise DSparkError(f"cannot write {path}: {error.strerror}", "the output is whole") from None
 
 
-def _speed(stats: EngineStats, seconds: float) -> dict[str, Any]:
+def _speed(stats: EngineStats, seconds: float, engines: int) -> dict[str, Any]:
+    worked = sum(stats.seconds.get(name, 0.0) for name in ("prefill", "draft", "verify"))
+    whole = seconds * engines
     return {
         "seconds": round(seconds, 3),
+        # of the loop; what is missing to 1 waited for the host
+        "device_share": round(min(worked / whole, 1.0), 4) if whole else None,
         "seconds_by_phase": {name: round(spent, 3) for name, spent in stats.seconds.items()},
         "output_tokens": stats.output_tokens,
         "output_tokens_per_second": round(stats.output_tokens / seconds, 2) if seconds else None,
