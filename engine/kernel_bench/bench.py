@@ -20,6 +20,7 @@ from engine.kernel_bench.index_cases import (
 )
 from engine.kernel_bench.layer_cases import (
     activation_case,
+    gated_case,
     linear_case,
     norm_case,
     rope_store_case,
@@ -121,6 +122,7 @@ class Bench:
         sizes, at, spec, vocab = self.sizes, self.at, target.layers, target.vocab_size
         width = gamma + 1
         hidden, inner = spec.hidden_size, spec.intermediate_size
+        qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
 
         def attention(*asked: Asked) -> list[tuple[str, Callable[[], Case]]]:
             return [("attention", partial(attention_case, a, spec, at)) for a in asked]
@@ -140,7 +142,9 @@ class Bench:
                 if draft.markov == "vanilla":
                     cases.append(("markov_chain", partial(markov_case, n, gamma, draft, at)))
             cases += [
-                ("linear", partial(linear_case, "gate and up", tokens, hidden, 2 * inner, at)),
+                ("linear", partial(linear_case, "q, k and v", tokens, hidden, qkv, at)),
+                ("gated_linear", partial(gated_case, tokens, spec, at)),
+                ("linear", partial(linear_case, "down", tokens, inner, hidden, at)),
                 ("linear", partial(linear_case, "lm_head", tokens, hidden, vocab, at)),
                 ("add_rms_norm", partial(norm_case, tokens, spec, at)),
                 ("silu_mul", partial(activation_case, tokens, spec, at)),

@@ -43,6 +43,30 @@ def linear_case(name: str, tokens: int, inner: int, outer: int, at: Placement) -
     )
 
 
+def gated_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
+    """Inputs: x [T, H], the plain weight [2I, H], and the matrix as the networks hold it."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+
+    def make() -> Inputs:
+        weight = randn(at, 2 * inner, hidden, scale=hidden**-0.5)
+        return randn(at, tokens, hidden), weight, Linear(weight)
+
+    def check(inputs: Inputs, out: torch.Tensor) -> str | None:
+        x, weight, _ = inputs
+        exact = silu_mul_ref(linear(x.float(), weight.float()))
+        return as_good_as("y", out, exact, silu_mul_ref(linear(x, weight)))
+
+    return Case(
+        op="gated_linear",
+        shape=f"{tokens} x {hidden} x 2 x {inner}",
+        make=make,
+        run=lambda inputs: inputs[2].gated(inputs[0]),
+        check=check,
+        nbytes=(2 * hidden * inner + tokens * (hidden + inner)) * at.dtype.itemsize,
+        flops=4.0 * tokens * hidden * inner,
+    )
+
+
 def norm_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
     """Inputs: x and residual [T, H], weight [H]."""
     hidden = spec.hidden_size

@@ -20,6 +20,7 @@ from engine.kernel_bench.index_cases import (
 )
 from engine.kernel_bench.layer_cases import (
     activation_case,
+    gated_case,
     linear_case,
     norm_case,
     rope_store_case,
@@ -54,6 +55,7 @@ def cases(tmp_path: Path, at: Placement) -> dict[str, Callable[[], Case]]:
         "draft attention": lambda: attention_case(Asked(3, 9, 5, causal=False), spec, at),
         "prefill": lambda: attention_case(Asked(1, 0, 70), spec, at),
         "linear": lambda: linear_case("x", 5, 32, 48, at),
+        "gated_linear": lambda: gated_case(5, spec, at),
         "add_rms_norm": lambda: norm_case(5, spec, at),
         "silu_mul": lambda: activation_case(5, spec, at),
         "rope_store": lambda: rope_store_case(5, spec, at),
@@ -79,6 +81,7 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "draft attention": (attention_cases, "paged_attention", off_by_a_little),
     "prefill": (attention_cases, "paged_attention", off_by_a_little),
     "linear": (layer_cases.Linear, "__call__", off_by_a_little),
+    "gated_linear": (layer_cases.Linear, "gated", off_by_a_little),
     "add_rms_norm": (layer_cases, "add_rms_norm", lambda o: (off_by_a_little(o[0]), o[1])),
     "silu_mul": (layer_cases, "silu_mul", off_by_a_little),
     "rope_store": (layer_cases, "rope_store", off_by_a_little),
@@ -173,6 +176,10 @@ def test_bytes_and_flops_are_those_of_the_formulas(at: Placement, tmp_path: Path
     assert case.flops == 4 * seen * heads * dim
     assert attention_case(Asked(2, 10, 3, causal=False), spec, at).flops == 4 * 78 * heads * dim
     assert linear_case("x", 5, 32, 48, at).flops == 2 * 5 * 32 * 48
+    gated, both = gated_case(5, spec, at), 2 * spec.intermediate_size
+    alone = linear_case("x", 5, spec.hidden_size, both, at)
+    assert gated.flops == alone.flops
+    assert gated.nbytes == alone.nbytes - 5 * spec.intermediate_size * item
 
 
 def test_a_bench_has_the_rows_that_count(tmp_path: Path) -> None:
