@@ -26,6 +26,7 @@ def run_metrics(
     manifest: dict[str, Any],
     comparison: "Comparison | None" = None,
     phase: str = "done",
+    engine_seconds: float | None = None,
 ) -> dict[str, Any]:
     """Everything about a run as JSON.
 
@@ -37,7 +38,11 @@ def run_metrics(
         manifest: As `manifest_of` gives it.
         comparison: With plain decoding, if that was asked for.
         phase: `done`, `interrupted` or `failed`.
+        engine_seconds: Of all engines together, 0 where that is not known; None: each was there
+            all the time.
     """
+    if engine_seconds is None:
+        engine_seconds = seconds * len(manifest["engines"])
     return {
         "phase": phase,
         "rows": {
@@ -45,7 +50,7 @@ def run_metrics(
             "by_finish_reason": dict(tally.finish),
             "failed_by_class": dict(tally.errors),
         },
-        "speed": _speed(stats, seconds, len(manifest["engines"])),
+        "speed": _speed(stats, seconds, engine_seconds),
         "acceptance": _acceptance(stats, tally),
         "schedule": _schedule(stats),
         "engine": stats.to_json(),
@@ -116,7 +121,8 @@ def merge_metrics(many: list[dict[str, Any]]) -> dict[str, Any]:
     stats = merge(EngineStats.from_json(each["engine"]) for each in many)
     seconds = max(each["speed"]["seconds"] for each in many)
     phase = "done" if all(each["phase"] == "done" for each in many) else "interrupted"
-    return run_metrics(rows, tally, stats, seconds, manifest, phase=phase)
+    busy = sum(each["speed"]["seconds"] * len(each["manifest"]["engines"]) for each in many)
+    return run_metrics(rows, tally, stats, seconds, manifest, phase=phase, engine_seconds=busy)
 
 
 def write_metrics(path: Path, metrics: dict[str, Any]) -> None:
@@ -131,13 +137,12 @@ def write_metrics(path: Path, metrics: dict[str, Any]) -> None:
         raise DSparkError(f"cannot write {path}: {error.strerror}", "the output is whole") from None
 
 
-def _speed(stats: EngineStats, seconds: float, engines: int) -> dict[str, Any]:
+def _speed(stats: EngineStats, seconds: float, engine_seconds: float) -> dict[str, Any]:
     worked = sum(stats.seconds.get(name, 0.0) for name in ("prefill", "draft", "verify"))
-    whole = seconds * engines
     return {
         "seconds": round(seconds, 3),
-        # of the loop; what is missing to 1 waited for the host
-        "device_share": round(min(worked / whole, 1.0), 4) if whole else None,
+        # of the loop: from the first to the last launch of each prefill, draft and verification
+        "device_share": round(min(worked / engine_seconds, 1.0), 4) if engine_seconds else None,
         "seconds_by_phase": {name: round(spent, 3) for name, spent in stats.seconds.items()},
         "output_tokens": stats.output_tokens,
         "output_tokens_per_second": round(stats.output_tokens / seconds, 2) if seconds else None,

@@ -181,7 +181,15 @@ class GenerateRun:
         manifest = manifest_of({**(journal.header or {}), **ran}, self.rows, self.engines)
         rows = counted(job)
         metrics = run_metrics(
-            rows, job.tally, self.stats, self.seconds, manifest, comparison, phase
+            rows,
+            job.tally,
+            self.stats,
+            self.seconds,
+            manifest,
+            comparison,
+            phase,
+            # of a cluster engines come and go
+            engine_seconds=None if self.given.cluster is None else 0.0,
         )
         if error is not None:
             metrics["error"] = describe_error(error)

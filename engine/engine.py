@@ -58,7 +58,8 @@ class Engine:
         self._group = loaded.group
         self._ranks = Lockstep(loaded.group)
         early = weakref.finalize(self, loaded.group.close)
-        self.config = replace(config, **loaded.at.settings)
+        found = {**loaded.at.settings, "kv_block_size": loaded.limits.kv_block_size}
+        self.config = replace(config, **found)
         """The settings, with `auto` replaced by what was chosen."""
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.limits = limits = loaded.limits

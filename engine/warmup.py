@@ -14,6 +14,8 @@ import torch
 from engine.config import EngineConfig
 from engine.dist.group import Group
 from engine.errors import CapacityError
+from engine.kernels.tile_linear import MOST_TILED_ROWS
+from engine.models.decoder import Decoder
 from engine.request import Request, SamplingParams
 from engine.runner.model_runner import ModelRunner
 from engine.runner.out_of_memory import first_line, is_out_of_memory, release_caches
@@ -261,7 +263,8 @@ def warm_up(
         steps.round(params, sizes.max_num_seqs)
     steps.prefill(_HOT)  # beside what captured rounds keep
     pool = steps.settled() - steps.base
-    steps.newcomer(_GREEDY)
+    for tokens in (_SHORT, *_tiled_rows(networks)):
+        steps.newcomer(_GREEDY, tokens)
     before = memory.outside()
     steps.round(_GREEDY, 1)
     each = max(memory.outside() - before, 0)
@@ -277,6 +280,13 @@ def warm_up(
         outside=memory.outside(),
         graph_pool=pool if use_graphs else 0,
     )
+
+
+def _tiled_rows(networks: Networks) -> list[int]:
+    """Row counts whose products are kernels of ours that no other step here has built."""
+    target = networks.target
+    tiled = isinstance(target, Decoder) and any(m.tiled for m in target.layers[0].products)
+    return [64, MOST_TILED_ROWS] if tiled else []
 
 
 class _Warmup:
@@ -306,9 +316,9 @@ class _Warmup:
         lengths = [min(budget // count + (i < budget % count), longest) for i in range(count)]
         self._prefill(params, [max(n, 1) for n in lengths])
 
-    def newcomer(self, params: SamplingParams) -> None:
+    def newcomer(self, params: SamplingParams, tokens: int) -> None:
         """One short prompt: its attention is another kernel, split over what it sees."""
-        self._prefill(params, [max(min(_SHORT, self._sizes.max_model_len - 1), 1)])
+        self._prefill(params, [max(min(tokens, self._sizes.max_model_len - 1), 1)])
 
     def _prefill(self, params: SamplingParams, lengths: Items[int]) -> None:
         sequences = self._sequences(params, lengths)

@@ -15,6 +15,8 @@ import torch
 from engine.kernels.activation import silu_mul
 from engine.kernels.few_rows import MOST_ROWS, few_rows_of, few_rows_triton
 from engine.kernels.tile_linear import (
+    LEAST_ROWS,
+    MOST_TILED_ROWS,
     Tiles,
     choose_tiles,
     multiprocessors,
@@ -92,7 +94,7 @@ class Linear:
 
     def tiles(self, rows: int, *, gated: bool = False) -> Tiles | None:
         """How a kernel of ours cuts so many rows; None: the product is torch's."""
-        if not self.tiled:
+        if not self.tiled or not LEAST_ROWS <= rows <= MOST_TILED_ROWS:
             return None
         columns = self.out_features // 2 if gated else self.out_features
         processors = multiprocessors(self.weight.device)

@@ -29,7 +29,7 @@ LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 64
 
 _LARGE_TILES = 160 << 10
-"""Shared memory that a program of 128 keys' tiles needs, K and V of head dim 128 three deep."""
+"""Shared memory of a device whose programs may have tiles of 128 keys: 144 KiB at head dim 128."""
 
 
 class Tile(NamedTuple):
@@ -44,10 +44,10 @@ class Tile(NamedTuple):
 def choose_tile(x: torch.Tensor, rows: int, programs: int) -> Tile:
     """Shape of a program for requests of at most `rows` (query, head) pairs per KV head.
 
-    A fixed table. H200, D 128, KV blocks of 16, 8 queries on 128 to 384 keys, between products, us:
-    8 requests, 64 programs, take 10.6 with tiles of 128 keys, 15.4 of 64; one query 8.8 and 13.3;
-    16 requests 13.4 and 14.1. 32 requests take 15.7 with 64 keys, 18.7 with 32; 64 requests 30.4
-    and 24.9, 256 requests 104 and 88.
+    A fixed table, by sizes and device. H200, D 128, KV blocks of 16, 8 queries on 128 to 384 keys,
+    between products, us: 8 requests, 64 programs, take 10.6 with tiles of 128 keys, 15.4 of 64; one
+    query 8.8 and 13.3; 16 requests 13.4 and 14.1. 32 requests take 15.7 with 64 keys, 18.7 with 32;
+    64 requests 30.4 and 24.9, 256 requests 104 and 88.
 
     Args:
         x: Queries, [..., D], on their device.

@@ -40,6 +40,8 @@ _SHARED = 227 << 10
 _ROOM = 200 << 10
 """Bytes of it for inputs on their way."""
 
+LEAST_ROWS, MOST_TILED_ROWS = 17, 128
+
 _WIDTHS = ((32, 0), (32, 16), (64, 0), (64, 32))
 """Columns of a tile, in one block or two."""
 
@@ -71,7 +73,7 @@ def choose_tiles(rows: int, columns: int, processors: int, *, gated: bool) -> Ti
         processors: Multiprocessors.
         gated: Of gate and up.
     """
-    if not (16 if gated else 32) < rows <= (128 if gated else 64):
+    if not LEAST_ROWS <= rows <= MOST_TILED_ROWS or not (gated or 32 < rows <= 64):
         return None
     block_m, inputs, warps = (64, 128, 4) if rows <= 64 else (128, 64, 8)
     for width, more in _WIDTHS:

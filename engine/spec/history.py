@@ -24,6 +24,9 @@ LAG = 2
 _DECAY, _PRIOR = 0.98, 16.0
 """Memory of predicted and accepted drafts: per round, and drafts assumed to be as predicted."""
 
+_PRIOR_TENTH = 4.0
+"""The same in each tenth of survival."""
+
 _MIDDLES = (np.arange(BINS) + 0.5) / BINS
 
 
@@ -66,13 +69,13 @@ class History:
         self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._survival = np.ones((num_rows, gamma))
         self._generation = np.full(num_rows, -1, dtype=np.int64)
-        # of all requests lately: survivals and how many
-        self._survived, self._drafted_for = np.full(gamma, _PRIOR), _PRIOR
-        # drafts looked at lately, by position: as many as were foreseen, and accepted
-        self._foreseen = np.full(gamma, _PRIOR)
+        # without confidences: drafts looked at lately, by position, and those accepted
+        self._looked = np.full(gamma, _PRIOR)
         self._accepted = np.full(gamma, _PRIOR)
-        # and by tenth of survival: the sum of their survivals, how many they are, how many stayed
-        self._prior = _PRIOR * np.array([_MIDDLES, np.ones(BINS), _MIDDLES])
+        # with them: of which tenth drafts were lately, by position
+        self._drafted = np.zeros((gamma, BINS))
+        # and of those looked at, by tenth: the sum of survivals, how many they are, how many stayed
+        self._prior = _PRIOR_TENTH * np.array([_MIDDLES, np.ones(BINS), _MIDDLES])
         self._by_tenth = self._prior.copy()
         self._reliability = np.zeros((3, BINS))
 
@@ -107,17 +110,21 @@ class History:
         looked, kept = self._looked_at(_joined([o.verify_lens for o in outcomes]), committed)
         if not self._per_request:
             prior = (1.0 - memory) * _PRIOR
-            self._foreseen = self._foreseen * memory + prior + weight @ looked
+            self._looked = self._looked * memory + prior + weight @ looked
             self._accepted = self._accepted * memory + prior + weight @ kept
             return
         survival = _joined([o.survival for o in outcomes])
+        _check(survival)
+        tenth = np.minimum((survival * BINS).astype(np.int64), BINS - 1)
         # a void round is made again, with the same drafts
         counted = weight * (committed > 0)
-        prior = (1.0 - memory) * _PRIOR
-        self._survived = self._survived * memory + prior + counted @ survival
-        self._drafted_for = self._drafted_for * memory + prior + float(counted.sum())
+        at = tenth + np.arange(self._gamma) * BINS
+        weights = np.broadcast_to(counted[:, None], at.shape).ravel()
+        drafted = np.bincount(at.ravel(), weights, self._gamma * BINS)
+        self._drafted = self._drafted * memory + drafted.reshape(self._gamma, BINS)
         of = np.repeat(np.arange(len(outcomes)), np.array(sizes) * self._gamma)[looked.ravel()]
-        tenths = _by_tenth(survival[looked], kept[looked], of, len(outcomes))
+        at = tenth[looked] + of * BINS
+        tenths = _by_tenth(at, survival[looked], kept[looked], len(outcomes))
         self._reliability += tenths.sum(axis=1)
         self._by_tenth = self._by_tenth * memory + (1.0 - memory) * self._prior + fading @ tenths
 
@@ -144,12 +151,13 @@ class History:
         A newcomer counts as others did lately, and as 1 where there were none.
         """
         if not self._per_request:
-            rates = np.minimum.accumulate(np.minimum(self._accepted / self._foreseen, 1.0))
+            rates = np.minimum.accumulate(self._accepted / self._looked)
             return np.tile(rates, (len(batch.rows), 1))
+        at, worth = self._worth()
         fresh = self._generation[batch.rows] == batch.generations
-        others = self._survived / self._drafted_for
-        known = np.where(fresh[:, None], self._survival[batch.rows], others)
-        return np.minimum.accumulate(self.honest(known), axis=1)
+        expected = _along(self._survival[batch.rows], at, worth)
+        others = (self._drafted @ worth + _PRIOR) / (self._drafted.sum(axis=1) + _PRIOR)
+        return np.where(fresh[:, None], expected, others)
 
     def honest(self, survival: Floats) -> Floats:
         """What drafts of such survivals were worth lately; of larger ones never less.
@@ -158,12 +166,25 @@ class History:
         SmolLM2's below a tenth, 6 % were foreseen and 9 % stayed. Where verifying all cost 2 % more
         they were left out all the same, for 3 % more rounds.
         """
+        _check(survival)
+        return _along(survival, *self._worth())
+
+    def _worth(self) -> tuple[Floats, Floats]:
+        """[BINS] mean survival of each tenth, and how many of its drafts stay."""
         foreseen, looked, stayed = self._by_tenth
-        at, worth = foreseen / looked, _rising(stayed, looked)
-        # beyond the outermost tenths' means in proportion
-        most = min(float(worth[-1] / at[-1]), 1.0)
-        expected: Floats = np.interp(survival, [0.0, *at, 1.0], [0.0, *worth, most])
-        return expected
+        return foreseen / looked, _rising(stayed, looked)
+
+
+def _along(survival: Floats, at: Floats, worth: Floats) -> Floats:
+    """What survivals are worth, between those that are known; beyond them in proportion."""
+    most = min(float(worth[-1] / at[-1]), 1.0)
+    expected: Floats = np.interp(survival, [0.0, *at, 1.0], [0.0, *worth, most])
+    return expected
+
+
+def _check(survival: Floats) -> None:
+    if not ((survival >= 0.0) & (survival <= 1.0)).all():
+        raise ValueError("survival: must be in [0, 1] and not NaN")
 
 
 def _rising(sums: Floats, counts: Floats) -> Floats:
@@ -181,9 +202,15 @@ def _rising(sums: Floats, counts: Floats) -> Floats:
     return np.repeat([total / count for total, count, _ in pools], [width for *_, width in pools])
 
 
-def _by_tenth(survival: Floats, kept: Bools, of: Ints, num: int) -> Floats:
-    """[3, num, BINS] of drafts [N] in each of `num` rounds: sum of survivals, number, kept."""
-    at = np.minimum((survival * BINS).astype(np.int64), BINS - 1) + of * BINS
+def _by_tenth(at: Ints, survival: Floats, kept: Bools, num: int) -> Floats:
+    """[3, num, BINS] of drafts [N] of `num` rounds: sum of survivals, number, kept.
+
+    Args:
+        at: Round and tenth of each, as one number.
+        survival: Of each.
+        kept: Of each.
+        num: Of rounds.
+    """
     sums = [
         np.bincount(at, survival, num * BINS),
         np.bincount(at, None, num * BINS),

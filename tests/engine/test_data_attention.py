@@ -221,3 +221,12 @@ def test_who_cannot_share_requests_is_told(tmp_path: Path) -> None:
     config = EngineConfig(model="m", attention_parallel="data")
     (told,) = config.without_effect(on_cuda=False, num_ranks=1, has_confidence=False)
     assert told == "--attention-parallel has no effect: there is one process"
+
+
+def test_rings_alone_have_blocks_of_a_size_too(tmp_path: Path) -> None:
+    """A target without any compressed layer asks for none, and the default is by device: 0."""
+    rings = write_deepseek_v4(tmp_path / "v4", kinds=("sliding_attention",) * 2)
+    for how in ("tensor", "data", "auto"):
+        worker.check(EngineConfig(model=str(rings), tensor_parallel_size=2, attention_parallel=how))
+    chosen = make_engine(rings, kv_block_size=0).config
+    assert chosen.kv_block_size == 16, "as it was chosen"

@@ -1,5 +1,7 @@
 """What drafts of a survival were worth, learned on the way."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -63,6 +65,42 @@ def test_doubtful_drafts_that_stay_more_often_than_promised_are_verified() -> No
 
     honest, modest = budget(1.0, 0.35), budget(0.4, 0.35)
     assert honest + 4 < modest, "the same survivals, of which more stay"
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_a_newcomer_is_worth_what_others_are_on_average(power: float) -> None:
+    """Not what the average of their survivals is worth: half of them are easy and half are hard."""
+    rng = np.random.default_rng(11)
+
+    each = np.where(np.arange(R) % 2, 0.97, 0.45)[:, None]
+    survival = np.repeat(each, G, axis=1).cumprod(axis=1)
+    stay = survival**power
+
+    def mixed() -> Outcome:
+        outcome = drawn(rng, power)
+        chance = np.concatenate([stay[:, :1], stay[:, 1:] / stay[:, :-1]], axis=1)
+        kept = (rng.random((R, G)) < chance).cumprod(axis=1).sum(axis=1)
+        return replace(outcome, committed=1 + kept, survival=survival.copy())
+
+    history = taught([mixed() for _ in range(600)])
+    newcomer = history.survival(replace(WHO, generations=WHO.generations + 1))
+    assert (newcomer == newcomer[0]).all()
+    assert (np.diff(newcomer[0]) <= 0).all()
+    # of which 0.02 are the 16 certain ones it begins with, beside some 400
+    np.testing.assert_allclose(newcomer[0], stay.mean(axis=0), atol=0.05)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, -0.1, 1.2])
+def test_what_is_no_survival_is_refused(wrong: float) -> None:
+    history = History(R, G, per_request=True)
+    with pytest.raises(ValueError, match="survival: must be in"):
+        history.honest(np.full((1, G), wrong))
+    outcome = drawn(np.random.default_rng(0), 1.0)
+    assert outcome.survival is not None
+    outcome.survival[-1, -1] = wrong
+    history.observe(1, outcome)
+    with pytest.raises(ValueError, match="survival: must be in"):
+        history.settle(1 + LAG)
 
 
 def test_drafts_the_target_never_looked_at_say_nothing() -> None:
