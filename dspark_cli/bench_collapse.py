@@ -1,6 +1,5 @@
 """`dspark bench collapse`: what the end of a sharded drafter costs, collapsed before or after."""
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dspark_cli.bench_collectives import OutputJson
 from dspark_cli.engine_options import Device, DeviceName, TensorParallelSize
 from dspark_cli.options import MEASURE, Debug, option
+from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts, whole
 
@@ -63,6 +63,8 @@ def bench_collapse(**values: Any) -> None:
     orders are first compared bit for bit with one process's. The table goes to stdout.
     """
     given = CollapseOptions(**values)
+    if given.output_json is not None:
+        check_folder(given.output_json)
     from engine.collapse_bench import measure_collapse
 
     made_by, found = measure_collapse(
@@ -81,7 +83,7 @@ def bench_collapse(**values: Any) -> None:
     )
     if given.output_json is not None:
         whole_run = {"made_by": made_by, "tails": [asdict(each) for each in found]}
-        given.output_json.write_text(json.dumps(whole_run, indent=1) + "\n", encoding="utf-8")
+        write_json(given.output_json, whole_run)
 
 
 def _row(found: "TailTime") -> str:

@@ -1,6 +1,5 @@
 """`dspark bench collectives`: what the exchanges of several processes cost."""
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from dspark_cli.engine_options import (
     TensorParallelSize,
 )
 from dspark_cli.options import MEASURE, REPORT, Debug, option
+from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts
 from engine.config import EngineConfig
@@ -70,6 +70,8 @@ def bench_collectives(**values: Any) -> None:
     Only the model's shape is used, no weights are read. The table goes to stdout.
     """
     given = CollectivesOptions(**values)
+    if given.output_json is not None:
+        check_folder(given.output_json)
     from engine.exchanges import measure_exchanges
 
     sizes = [int(part) for part in given.requests.split(",")]
@@ -82,7 +84,7 @@ def bench_collectives(**values: Any) -> None:
     sys.stdout.write(_HEADER + "".join(lines) + f"{made_by}\n")
     if given.output_json is not None:
         whole = {"made_by": made_by, "exchanges": [asdict(e) for e in found]}
-        given.output_json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        write_json(given.output_json, whole)
 
 
 as_parameters(bench_collectives, CollectivesOptions)

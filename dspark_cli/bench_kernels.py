@@ -1,6 +1,5 @@
 """`dspark bench kernels`: every op against its reference, then against the device."""
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 from dspark_cli import backend
 from dspark_cli.engine_options import Device, DeviceName, Draft, DType, DTypeName, Model, Threads
 from dspark_cli.options import MEASURE, REPORT, Debug, option
+from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts, whole
 from engine.config import EngineConfig
@@ -80,6 +80,8 @@ def bench_kernels(**values: Any) -> None:
     stdout.
     """
     given = KernelOptions(**values)
+    if given.output_json is not None:
+        check_folder(given.output_json)
     rows: list[Measured] = []
     bench = backend.kernel_bench(
         given.engine_config(),
@@ -91,7 +93,7 @@ def bench_kernels(**values: Any) -> None:
     about = bench.about()
     sys.stderr.write("dspark: " + ", ".join(f"{k} {v}" for k, v in about.items()) + "\n")
     sys.stdout.write(_HEADER)
-    ops = frozenset(filter(None, (given.ops or "").split(",")))
+    ops = frozenset(given.ops.split(",")) if given.ops is not None else frozenset()
     for measured in bench.run(ops):
         rows.append(measured)
         sys.stdout.write(_row(measured))
@@ -99,7 +101,7 @@ def bench_kernels(**values: Any) -> None:
     sys.stdout.write(", ".join(f"{k} {v}" for k, v in about.items()) + "\n")
     if given.output_json is not None:
         whole_run = {"about": about, "ops": [asdict(m) for m in rows]}
-        given.output_json.write_text(json.dumps(whole_run, indent=1) + "\n", encoding="utf-8")
+        write_json(given.output_json, whole_run)
     wrong = sorted({m.op for m in rows if m.wrong is not None})
     if wrong:
         sys.stderr.write(f"dspark: wrong, and not timed: {', '.join(wrong)}\n")

@@ -1,7 +1,8 @@
 """`dspark bench round`: how close rounds come to their matrix products."""
 
-import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dspark_cli import backend
 from dspark_cli.engine_options import EngineOptions, Model, SyntheticAcceptance
 from dspark_cli.options import MEASURE, REPORT, Debug, option
+from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts, whole
 from dspark_cli.progress import LoadProgress
 from dspark_cli.sampling_options import Temperature
 from dspark_cli.startup import Startup, process_started
 from engine.config import EngineConfig
+from engine.errors import ConfigError, DSparkError
 
 if TYPE_CHECKING:
     from engine.measure import RoundTimes
@@ -77,9 +80,12 @@ def bench_round(**values: Any) -> None:
     --model shape:qwen3-8b is random weights of that shape, with a drafter of its own.
     """
     given = RoundOptions(**values)
+    if given.output_json is not None:
+        check_folder(given.output_json)
     config = given.engine_config()
     progress = LoadProgress(quiet=False)
-    engine = backend.load_engine(config, progress)
+    with _own_options():
+        engine = backend.load_engine(config, progress)
     progress.close()
     startup = Startup(engine.stats, process_started())
     if startup.memory:
@@ -89,8 +95,8 @@ def bench_round(**values: Any) -> None:
     measured: list[RoundTimes] = []
     for n in given.sizes:
         for kind in [True, False] if config.draft else [False]:
-            measured.append(
-                measure_round(
+            with _own_options():
+                times = measure_round(
                     engine,
                     n,
                     speculate=kind,
@@ -98,7 +104,7 @@ def bench_round(**values: Any) -> None:
                     rounds=given.rounds,
                     temperature=given.temperature,
                 )
-            )
+            measured.append(times)
             if len(measured) == 1:
                 sys.stderr.write(f"dspark: {startup.line()}\n")
     about = {
@@ -113,10 +119,23 @@ def bench_round(**values: Any) -> None:
     sys.stdout.write(", ".join(f"{k} {v}" for k, v in about.items() if v) + "\n")
     if given.output_json is not None:
         whole_run = {"about": about, "rounds": [_numbers(m) for m in measured]}
-        given.output_json.write_text(json.dumps(whole_run, indent=1) + "\n", encoding="utf-8")
+        write_json(given.output_json, whole_run)
 
 
 as_parameters(bench_round, RoundOptions)
+
+
+@contextmanager
+def _own_options() -> Iterator[None]:
+    """A context in which complaints about the context's length name what decides it here."""
+    try:
+        yield
+    except DSparkError as error:
+        if "--max-model-len" not in f"{error} {error.hint}":
+            raise
+        text = str(error).replace("--max-model-len", "a context of")
+        hint = "use fewer --rounds, a smaller --prompt-tokens, or a larger --kv-cache-memory"
+        raise ConfigError(text, hint) from None
 
 
 def _numbers(m: "RoundTimes") -> dict[str, Any]:

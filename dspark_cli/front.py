@@ -63,6 +63,7 @@ def describe(engine: "Engine") -> dict[str, Any]:
         "host": socket.gethostname(),
         "device": _device_name(config.device),
         "processes": config.tensor_parallel_size or 1,
+        "kv_cache": engine.stats.kv_account or None,
         "python": platform.python_version(),
         "packages": versions(),
         "settings": {

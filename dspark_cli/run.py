@@ -271,6 +271,8 @@ class GenerateRun:
         finally:
             progress.close()
         self.say(f"{count} engines are ready")
+        if account := front.engines[0].get("kv_cache"):
+            self.say(f"KV cache of the first: {account}")
         return front
 
     def _load(self, config: EngineConfig, rows: int | None = None) -> "Engine":

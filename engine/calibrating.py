@@ -101,7 +101,7 @@ def calibrate(
         raise ConfigError(
             f"{len(fitted[0])} rounds to fit and {len(held_out[0])} to judge on are too few, "
             f"{_LEAST} of each are needed",
-            "give more prompts, or a larger --max-tokens",
+            "give more prompts, or a larger --max-tokens if outputs were cut",
         )
     versions = {"torch": torch.__version__}
     made = evaluate(engine.decisions.pair_fingerprint, fitted, held_out, {**about, **versions})

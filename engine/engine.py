@@ -111,7 +111,8 @@ class Engine:
     def validate(self, request: Request) -> None:
         """Raise RequestError if `request` cannot be served; touches no state."""
         trained = self.runner.net.target.spec.max_position
-        check_request(request, self.max_model_len, self.vocab_size, trained)
+        by = "--max-model-len" if self.config.max_model_len is not None else "--kv-cache-memory"
+        check_request(request, self.max_model_len, self.vocab_size, trained, by)
 
     def run(
         self,

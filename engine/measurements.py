@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine.config import MAX_THREADS, EngineConfig
 from engine.dist.group import Group
+from engine.errors import ConfigError
 from engine.locate import checkpoint_digest
 from engine.spec.calibration import Calibration
 from engine.spec.cost_table import CostTable, about_file
@@ -71,8 +72,12 @@ def read_calibration(config: EngineConfig, pair: dict[str, str], gamma: int) -> 
     return calibration
 
 
-def threads_of_table(config: EngineConfig, group: Group) -> int | None:
-    """What a cost table was measured with: its times are of so many threads. Rank 0 reads it."""
+def threads_of_table(config: EngineConfig, group: Group, cores: int) -> int | None:
+    """What a cost table was measured with: its times are of so many threads. Rank 0 reads it.
+
+    Raises:
+        ConfigError: This engine has fewer cores.
+    """
     if config.cost_table is None:
         return None
     found = None
@@ -80,4 +85,10 @@ def threads_of_table(config: EngineConfig, group: Group) -> int | None:
         found = CostTable.read(config.cost_table).about.get("threads")
         found = found if isinstance(found, int) and 0 < found <= MAX_THREADS else None
     threads: int | None = group.tell(found)
+    if threads is not None and threads > cores:
+        raise ConfigError(
+            f"--cost-table {config.cost_table} was measured with {threads} threads, this engine "
+            f"has {cores} core{'' if cores == 1 else 's'}",
+            f"measure it again with --threads {cores}",
+        )
     return threads

@@ -9,7 +9,11 @@ Output = Completion | RequestFailure
 
 
 def check_request(
-    request: Request, max_model_len: int, vocab_size: int, trained: int | None = None
+    request: Request,
+    max_model_len: int,
+    vocab_size: int,
+    trained: int | None = None,
+    by: str = "--max-model-len",
 ) -> None:
     """Refuse what cannot be served.
 
@@ -18,6 +22,7 @@ def check_request(
         max_model_len: Prompt and output tokens of one request.
         vocab_size: Token ids are below it.
         trained: What `max_model_len` can be at most; None: more than it is.
+        by: The option that sets it.
 
     Raises:
         RequestError: With the reason and what to do.
@@ -31,7 +36,7 @@ def check_request(
             f"the prompt has {len(ids)} tokens, the context holds {max_model_len} "
             "with at least one output token",
             f"shorten it to {max_model_len - 1} tokens"
-            + (", or raise --max-model-len" if trained is None or trained > max_model_len else ""),
+            + (f", or raise {by}" if trained is None or trained > max_model_len else ""),
         )
     if bad := next((t for t in ids if not 0 <= t < vocab_size), None):
         raise RequestError(

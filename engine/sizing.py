@@ -31,7 +31,7 @@ class Limits:
     """Memory that captured rounds share, as far as it is known; taken at once."""
 
     kv_account: str = ""
-    """How KV memory came about, where it was measured."""
+    """How KV memory came about, where it was measured, and what it cut."""
 
 
 def model_len(config: EngineConfig, target: AnyTarget) -> int:
@@ -71,6 +71,10 @@ def size_kv(
             hint=f"use --kv-cache-memory {need + rows}"
             + (f", or --max-model-len {held}" if held > 1 else ""),
         )
+    account = room.account and f"{gib(num_blocks * per_block)} of {room.account}"
+    if held < wanted:
+        account = account or f"{gib(num_blocks * per_block)}, as asked"
+        account += f"; it holds {held} tokens: contexts end there, not at {wanted}"
     return Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or (512 if on_cpu else CUDA_PREFILL),
@@ -79,7 +83,7 @@ def size_kv(
         num_blocks=num_blocks,
         kv_block_size=size,
         graph_pool_bytes=room.graph_pool_bytes,
-        kv_account=room.account and f"{gib(num_blocks * per_block)} of {room.account}",
+        kv_account=account,
     )
 
 

@@ -106,7 +106,8 @@ class Bench:
         cases = self._cases()
         known = sorted({op for op, _ in cases})
         if unknown := sorted(ops - set(known)):
-            raise ConfigError(f"there is no op {unknown[0]!r}", f"use some of {', '.join(known)}")
+            what = f"this pair has no op {unknown[0]!r} that is measured"
+            raise ConfigError(what, f"use some of {', '.join(known)}")
         for op, make in cases:
             if not ops or op in ops:
                 yield measure(make(), self.at, self.ceiling)
@@ -122,7 +123,8 @@ class Bench:
         sizes, at, spec, vocab = self.sizes, self.at, target.layers, target.vocab_size
         width = gamma + 1
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        heads = spec.num_heads * spec.head_dim
+        qkv = heads + 2 * spec.num_kv_heads * spec.head_dim
 
         def attention(*asked: Asked) -> list[tuple[str, Callable[[], Case]]]:
             return [("attention", partial(attention_case, a, spec, at)) for a in asked]
@@ -143,6 +145,7 @@ class Bench:
                     cases.append(("markov_chain", partial(markov_case, n, gamma, draft, at)))
             cases += [
                 ("linear", partial(linear_case, "q, k and v", tokens, hidden, qkv, at)),
+                ("linear", partial(linear_case, "o", tokens, heads, hidden, at)),
                 ("gated_linear", partial(gated_case, tokens, spec, at)),
                 ("linear", partial(linear_case, "down", tokens, inner, hidden, at)),
                 ("linear", partial(linear_case, "lm_head", tokens, hidden, vocab, at)),

@@ -41,6 +41,41 @@ def call(
     return bench
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (("--rounds", "4000"), "a context of 32"),
+        (("--prompt-tokens", "5000"), "a context of 5"),
+        (("--rounds", "2", "--kv-cache-memory", "64K"), "one request of a context of"),
+        (("--rounds", "2", "--kv-cache-memory", "800K"), "of 4 requests some end before"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_the_commands_own_options(
+    call: Call, given: tuple[str, ...], text: str
+) -> None:
+    """The hints named --max-model-len, which it has not, and bytes that did not help."""
+    err = call("round", *SHAPE, "--requests", "4", *given, code=2).err
+    assert text in err
+    assert "hint: use fewer --rounds, a smaller --prompt-tokens, or a larger --kv-cache-" in err
+    assert "--max-model-len" not in err
+
+
+@pytest.mark.parametrize("command", ["round", "kernels", "collectives", "collapse"])
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(
+    call: Call, command: str
+) -> None:
+    """It was told after it, with a traceback's name for a message."""
+    where = () if command == "collapse" else ("-m", "shape:tiny")
+    done = call(command, *where, "--output-json", "nowhere/x.json", code=2)
+    assert "error: there is no folder nowhere" in done.err
+    assert not done.out
+
+
+def test_more_cannot_be_accepted_than_is_drafted(call: Call) -> None:
+    err = call("round", *SHAPE, "--requests", "1", "--synthetic-acceptance", "99", code=2).err
+    assert "--synthetic-acceptance 99: a round commits 8 tokens at most" in err
+
+
 def test_rounds_and_plain_steps_against_their_products(call: Call) -> None:
     sizes = ("--requests", "2,1", "--rounds", "4", "--prompt-tokens", "9")
     done = call("round", *SHAPE, *sizes, "--synthetic-acceptance", "3", "--output-json", "r.json")

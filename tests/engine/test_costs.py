@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import ConfigError
-from engine.errors import CapacityError
+from engine import ConfigError, Request, worker
+from engine.errors import CapacityError, RequestError
 from tests.helpers.checkpoints import write_draft, write_target
 from tests.helpers.engines import make_engine, outputs, prompts, requests
 from tests.helpers.host_graphs import use_host_graphs
@@ -157,3 +157,41 @@ def test_measuring_what_rounds_cost_stops_where_memory_does(
     assert table.max_requests == 2
     assert engine.prepare(8) is None  # known: not tried again
     assert engine.decisions._meter._pools[0].num_free == free
+
+
+def test_a_table_of_more_threads_than_there_are_cores_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines of a core each took the two threads of a table: a quarter slower, and silent."""
+    table = make_engine(*pair, max_num_seqs=2, verify="lagged", threads=1).profile(sizes=[1, 2])
+    values = table.to_json()
+    (tmp_path / "costs.json").write_text(json.dumps(values))
+    more = {**values, "about": {**values["about"], "threads": 2}}
+    (tmp_path / "more.json").write_text(json.dumps(more))
+    monkeypatch.setattr(worker, "usable_cores", lambda: 1)
+    given = {"max_num_seqs": 2, "verify": "lagged", "threads": None}
+    with pytest.raises(
+        ConfigError, match="measured with 2 threads, this engine has 1 core"
+    ) as info:
+        make_engine(*pair, cost_table=tmp_path / "more.json", **given)
+    assert info.value.hint == "measure it again with --threads 1"
+    make_engine(*pair, cost_table=tmp_path / "costs.json", **given)
+
+
+def test_a_context_that_memory_cuts_is_told(pair: tuple[Path, Path]) -> None:
+    """Rows ended at 120 tokens of 2048, and nothing said why; the hint was to ask for 2048."""
+    engine = make_engine(*pair, max_model_len=None, kv_cache_memory_bytes=16 << 10)
+    held = engine.max_model_len
+    whole = engine.runner.net.target.spec.max_position
+    assert held < whole
+    said = f"it holds {held} tokens: contexts end there, not at {whole}"
+    assert said in engine.stats.kv_account
+    assert "as asked" in engine.stats.kv_account
+    with pytest.raises(RequestError) as info:
+        engine.validate(Request(request_id="a", prompt_token_ids=(5,) * held))
+    assert info.value.hint.endswith("or raise --kv-cache-memory")
+    asked = make_engine(*pair, max_model_len=8)
+    assert not asked.stats.kv_account
+    with pytest.raises(RequestError) as info:
+        asked.validate(Request(request_id="a", prompt_token_ids=(5,) * 8))
+    assert info.value.hint.endswith("or raise --max-model-len")
