@@ -239,8 +239,13 @@ def _rescore(
 
 
 def _read_answers(name: str, problems: dict[int, Problem]) -> list[Answer]:
+    """Answers by row under test; of a report of several arms those of its first one."""
     found: dict[int, Answer] = {}
+    arm: Any = None
     for line, row in rows_of(name):
+        arm = arm or row.get("arm")
+        if row.get("arm") not in (None, arm):
+            continue
         index, text, error = row.get("index"), row.get("text"), row.get("error")
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ConfigError(f"{name}, line {line}: no index", "give the row's index, from 0")

@@ -201,6 +201,22 @@ def test_rescore(bench: Bench, evaluate: Any) -> None:
     evaluate("--rescore", str(texts), "--gate", "al>=3", code=2)
 
 
+def test_a_report_of_two_arms_is_rescored_by_its_first(bench: Bench, evaluate: Any) -> None:
+    """Its second arm's rows were said to come twice."""
+    texts = bench.folder / "per_request.jsonl"
+    lines = [
+        {"index": index, "arm": arm, "text": text}
+        for arm, text in (("drafted", "#### 1"), ("plain", "#### 5"))
+        for index in range(6)
+    ]
+    texts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluate("--rescore", str(texts), "--preset", "lm-eval-cot-zeroshot")
+    both = summary(bench)["correct"]
+    texts.write_text("".join(json.dumps(line) + "\n" for line in lines[:6]))
+    evaluate("--rescore", str(texts), "--preset", "lm-eval-cot-zeroshot", "--overwrite")
+    assert summary(bench)["correct"] == both
+
+
 def test_rescore_imports_no_torch(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"index": 0, "text": "#### 3"}\n')

@@ -11,7 +11,9 @@ import torch
 
 from engine import CapacityError, Engine, EngineConfig, SamplingParams
 from engine.dist.group import Group
+from engine.kernels.linear import Linear
 from engine.kv.cache import PagedKV
+from engine.models.decoder import Decoder
 from engine.runner.model_runner import ModelRunner
 from engine.runner.steps import Networks
 from engine.scheduler import Chunk
@@ -115,6 +117,28 @@ def test_the_largest_steps_run_and_are_accounted_for(
     assert (use.weights, use.steps, use.graphs, use.graph_pool) == (100, 90, 0, 0)
     assert use.outside == ledger.driver
     assert use.left(0.9) == 900 - 100 - 90 - ledger.driver
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_products_of_some_rows_are_built_before_the_run(
+    scratch: Networks, monkeypatch: pytest.MonkeyPatch, tiled: bool
+) -> None:
+    """A device on which 17 to 128 rows have kernels of their own met them in mid-run: 3 s."""
+    rows, real = [], ModelRunner.prefill
+
+    def prefill(self: ModelRunner, chunks: Items[Chunk]) -> Any:
+        rows.append(sum(c.count for c in chunks))
+        return real(self, chunks)
+
+    monkeypatch.setattr(ModelRunner, "prefill", prefill)
+    monkeypatch.setattr(Linear, "tiles", lambda *_given, **_more: None)
+    assert isinstance(scratch.target, Decoder)
+    scratch.target.layers[0].gate_up.tiled = tiled
+    for longest, more in ((200, [64, 128]), (60, [59, 59])):
+        rows.clear()
+        sizes = replace(SIZES, max_model_len=longest)
+        warm_up(scratch, sizes, torch.device("cpu"), Ledger(), use_graphs=False)
+        assert rows[3:] == [16, *(more if tiled else [])]
 
 
 def test_kernels_that_a_short_prompt_loads_are_not_counted_for_every_graph(
