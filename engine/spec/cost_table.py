@@ -258,7 +258,10 @@ def check_schema(values: dict[str, Any], schema: str, version: int) -> None:
     """Refuse another kind or version of file."""
     found = values.get("schema"), values.get("schema_version")
     if found[0] != schema and str(found[0]).startswith("dspark/"):
-        raise ConfigError(f"it is a {found[0]}, not a {schema}", "give it to the option it is for")
+        raise ConfigError(
+            f"the file's schema is {found[0]!r}, this needs {schema!r}",
+            "give it to the option it is for",
+        )
     if found != (schema, version):
         raise ConfigError(
             f"the file's schema is {found[0]!r} version {found[1]!r}, this needs "
