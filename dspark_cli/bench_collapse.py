@@ -4,9 +4,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from dspark_cli.bench_collectives import OutputJson
 from dspark_cli.engine_options import Device, DeviceName, TensorParallelSize
-from dspark_cli.options import MEASURE, Debug, option
+from dspark_cli.options import MEASURE, Debug, OutputJson, option
 from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts, whole

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from dspark_cli.engine_options import (
@@ -16,7 +15,7 @@ from dspark_cli.engine_options import (
     Model,
     TensorParallelSize,
 )
-from dspark_cli.options import MEASURE, REPORT, Debug, option
+from dspark_cli.options import MEASURE, Debug, OutputJson, option
 from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts
@@ -28,9 +27,6 @@ _HEADER = (
 
 Requests = Annotated[
     str, option(MEASURE, "Batch sizes to measure.", parser=counts, metavar="N,N,...")
-]
-OutputJson = Annotated[
-    Path | None, option(REPORT, "Write every number here.", metavar="FILE", dir_okay=False)
 ]
 
 

@@ -2,14 +2,13 @@
 
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dspark_cli import backend
 from dspark_cli.engine_options import Device, DeviceName, Draft, DType, DTypeName, Model, Threads
-from dspark_cli.options import MEASURE, REPORT, Debug, option
+from dspark_cli.options import MEASURE, Debug, OutputJson, option
 from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts, whole
@@ -35,9 +34,6 @@ PrefillTokens = Annotated[
 ]
 Ops = Annotated[
     str | None, option(MEASURE, "Measure only these. Default: all.", metavar="OP,OP,...")
-]
-OutputJson = Annotated[
-    Path | None, option(REPORT, "Write every number here.", metavar="FILE", dir_okay=False)
 ]
 
 

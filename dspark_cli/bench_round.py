@@ -4,12 +4,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dspark_cli import backend
 from dspark_cli.engine_options import EngineOptions, Model, SyntheticAcceptance
-from dspark_cli.options import MEASURE, REPORT, Debug, option
+from dspark_cli.options import MEASURE, Debug, OutputJson, option
 from dspark_cli.output import check_folder, write_json
 from dspark_cli.parameters import as_parameters
 from dspark_cli.parsers import counts, whole
@@ -36,9 +35,6 @@ PromptTokens = Annotated[
 ]
 Rounds = Annotated[
     int, option(MEASURE, "Rounds to time at each size.", parser=whole(1), metavar="N")
-]
-OutputJson = Annotated[
-    Path | None, option(REPORT, "Write every number here.", metavar="FILE", dir_okay=False)
 ]
 
 

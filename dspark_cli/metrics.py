@@ -121,8 +121,11 @@ def merge_metrics(many: list[dict[str, Any]]) -> dict[str, Any]:
     stats = merge(EngineStats.from_json(each["engine"]) for each in many)
     seconds = max(each["speed"]["seconds"] for each in many)
     phase = "done" if all(each["phase"] == "done" for each in many) else "interrupted"
-    busy = sum(each["speed"]["seconds"] * len(each["manifest"]["engines"]) for each in many)
-    return run_metrics(rows, tally, stats, seconds, manifest, phase=phase, engine_seconds=busy)
+    each_seconds = [each["speed"]["seconds"] * len(each["manifest"]["engines"]) for each in many]
+    shares = [each["speed"].get("device_share") for each in many]
+    unknown = any(s and share is None for s, share in zip(each_seconds, shares, strict=True))
+    together = 0.0 if unknown else sum(each_seconds)
+    return run_metrics(rows, tally, stats, seconds, manifest, phase=phase, engine_seconds=together)
 
 
 def write_metrics(path: Path, metrics: dict[str, Any]) -> None:

@@ -34,6 +34,14 @@ def capable(device: torch.device) -> bool:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have; 0 if there is no telling."""
     if device.type != "cuda":
@@ -46,8 +54,7 @@ def shared_memory(device: torch.device) -> int:
 def wait_for_inputs(DEPENDENT: tl.constexpr):
     """Call before anything that reads or writes memory; weights, which no kernel writes, excepted.
 
-    They come from the device's memory while the predecessor ends: 0.5 us and more off a kernel that
-    takes 2 to 4.
+    They come from the device's memory while the predecessor ends.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()

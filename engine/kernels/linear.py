@@ -14,12 +14,10 @@ import torch
 
 from engine.kernels.activation import silu_mul
 from engine.kernels.few_rows import MOST_ROWS, few_rows_of, few_rows_triton
+from engine.kernels.launch import multiprocessors
 from engine.kernels.tile_linear import (
-    LEAST_ROWS,
-    MOST_TILED_ROWS,
     Tiles,
     choose_tiles,
-    multiprocessors,
     takes_tiles,
     tile_linear_triton,
 )
@@ -94,11 +92,10 @@ class Linear:
 
     def tiles(self, rows: int, *, gated: bool = False) -> Tiles | None:
         """How a kernel of ours cuts so many rows; None: the product is torch's."""
-        if not self.tiled or not LEAST_ROWS <= rows <= MOST_TILED_ROWS:
+        if not self.tiled:
             return None
         columns = self.out_features // 2 if gated else self.out_features
-        processors = multiprocessors(self.weight.device)
-        return choose_tiles(rows, columns, processors, gated=gated)
+        return choose_tiles(rows, columns, multiprocessors(self.weight.device), gated=gated)
 
     def multiplies(self, rows: int) -> bool:
         """Is the product of so many rows, by itself, the engine's own and not torch's?"""

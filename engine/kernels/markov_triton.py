@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import dependent, wait_for_inputs
+from engine.kernels.launch import dependent, multiprocessors, wait_for_inputs
 from engine.kernels.noise_triton import gumbel_tile
 
 
@@ -68,7 +68,7 @@ def choose_tiles(
 def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2  # the interpreter: enough that shares must be merged
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(device)
 
 
 class MarkovChain:

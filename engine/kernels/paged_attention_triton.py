@@ -55,7 +55,7 @@ def choose_tile(x: torch.Tensor, rows: int, programs: int) -> Tile:
         programs: Of the grid, shares of keys not counted. Several a multiprocessor hide each
             other's waits in small tiles; one wants its loads in large pieces.
     """
-    head_dim, processors = x.shape[-1], num_sms(x)
+    head_dim, processors = x.shape[-1], launch.multiprocessors(x.device)
     block_m = min(max(triton.next_power_of_2(rows), 16), 64)
     if x.dtype == torch.float32:  # no tensor cores; larger tiles spill registers
         if head_dim > 64:
@@ -144,7 +144,9 @@ def paged_attention_triton(
     num_tiles = num_reqs if one_tile else num_tokens // queries_per_tile + num_reqs
     if num_splits is None:
         kv_len = block_table.shape[1] * kv_block_size if max_kv_len is None else max_kv_len
-        num_splits = choose_num_splits(num_tiles * kv_heads, kv_len, tile.block_n, num_sms(q))
+        num_splits = choose_num_splits(
+            num_tiles * kv_heads, kv_len, tile.block_n, launch.multiprocessors(q.device)
+        )
     if not 1 <= num_splits <= _MAX_SPLITS:
         raise ValueError(f"num_splits: {num_splits} is not in [1, {_MAX_SPLITS}]")
     split = num_splits > 1
@@ -202,11 +204,6 @@ def paged_attention_triton(
             num_warps=4 if num_splits > 8 or not one_tile else 1,
         )
     return out
-
-
-def num_sms(x: torch.Tensor) -> int:
-    """Multiprocessors of the device of `x`; 1 on a CPU."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 
 def _check_layout(

@@ -19,9 +19,9 @@ import torch
 import triton
 
 from engine.kernels.contract import Dims
-from engine.kernels.launch import dependent
+from engine.kernels.launch import dependent, multiprocessors
 from engine.kernels.paged_attention import AttentionBatch, paged_attention
-from engine.kernels.paged_attention_triton import LOG2_E, Tile, choose_tile, num_sms
+from engine.kernels.paged_attention_triton import LOG2_E, Tile, choose_tile
 from engine.kernels.rope_attention_jit import rope_attention_kernel
 from engine.kernels.rope_store import rope_store
 
@@ -105,7 +105,7 @@ def fits(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> boo
 
 def _fills(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
     """Are there programs for a third of the multiprocessors, and not more than 8 for each?"""
-    programs, processors = len(batch.seq_lens) * k_cache.shape[1], num_sms(qkv)
+    programs, processors = len(batch.seq_lens) * k_cache.shape[1], multiprocessors(qkv.device)
     return processors <= 3 * programs and programs <= 8 * processors
 
 

@@ -40,7 +40,7 @@ _SHARED = 227 << 10
 _ROOM = 200 << 10
 """Bytes of it for inputs on their way."""
 
-LEAST_ROWS, MOST_TILED_ROWS = 17, 128
+MOST_TILED_ROWS = 128
 
 _WIDTHS = ((32, 0), (32, 16), (64, 0), (64, 32))
 """Columns of a tile, in one block or two."""
@@ -57,7 +57,6 @@ class Tiles(NamedTuple):
     warps: int
 
 
-@cache
 def choose_tiles(rows: int, columns: int, processors: int, *, gated: bool) -> Tiles | None:
     """How to cut a product; None: torch is as fast. A fixed table.
 
@@ -73,9 +72,15 @@ def choose_tiles(rows: int, columns: int, processors: int, *, gated: bool) -> Ti
         processors: Multiprocessors.
         gated: Of gate and up.
     """
-    if not LEAST_ROWS <= rows <= MOST_TILED_ROWS or not (gated or 32 < rows <= 64):
+    if not (16 if gated else 32) < rows <= (MOST_TILED_ROWS if gated else 64):
         return None
-    block_m, inputs, warps = (64, 128, 4) if rows <= 64 else (128, 64, 8)
+    return _one_each(64 if rows <= 64 else 128, columns, processors, gated=gated)
+
+
+@cache
+def _one_each(block_m: int, columns: int, processors: int, *, gated: bool) -> Tiles | None:
+    """Tiles of all rows, of which nearly every multiprocessor has one; None: there are none."""
+    inputs, warps = (128, 4) if block_m == 64 else (64, 8)
     for width, more in _WIDTHS:
         tiles = triton.cdiv(columns, width + more)
         if _FILLED * processors <= tiles <= processors:
@@ -102,12 +107,6 @@ def fits(weight: torch.Tensor) -> bool:
     columns, width = weight.shape
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0
     return aligned and columns % 16 == 0 and width % 8 == 0
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tile_linear_ref(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:

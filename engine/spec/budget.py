@@ -19,10 +19,19 @@ def expected_tokens(survival: Floats) -> Floats:
     Raises:
         ValueError: A survival is NaN or out of range.
     """
-    if not ((survival >= 0.0) & (survival <= 1.0)).all():
-        raise ValueError("survival: must be in [0, 1] and not NaN")
+    check_survival(survival)
     gains = np.sort(survival, axis=None)[::-1]
     return len(survival) + np.concatenate(([0.0], np.cumsum(gains, dtype=np.float64)))
+
+
+def check_survival(survival: Floats) -> None:
+    """Refuse what is no survival.
+
+    Raises:
+        ValueError: One is NaN or out of range.
+    """
+    if not ((survival >= 0.0) & (survival <= 1.0)).all():
+        raise ValueError("survival: must be in [0, 1] and not NaN")
 
 
 def best_budget(tokens: Floats, milliseconds: Floats) -> int:

@@ -41,3 +41,5 @@ def test_of_a_run(tmp_path: Path) -> None:
     assert merged["seconds"] == pytest.approx(3 * speed["seconds"], abs=0.01)
     expected = 2 * worked / (4 * speed["seconds"])
     assert merged["device_share"] == pytest.approx(expected, abs=0.02), "each shard's own seconds"
+    longer["speed"]["device_share"] = None
+    assert merge_metrics([found, longer])["speed"]["device_share"] is None, "of a cluster"

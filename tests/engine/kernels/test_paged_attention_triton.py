@@ -252,7 +252,7 @@ def test_a_program_that_has_a_multiprocessor_to_itself_takes_large_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With fewer, keys are shared out; with more, programs hide each other's waits."""
-    monkeypatch.setattr(module, "num_sms", lambda _: 132)
+    monkeypatch.setattr(module.launch, "multiprocessors", lambda _: 132)
     shared = 227 << 10
     monkeypatch.setattr(module.launch, "shared_memory", lambda _: shared)
     x = torch.empty(0, 128, dtype=torch.bfloat16)
