@@ -231,8 +231,7 @@ def _round_products(engine: Engine, num_reqs: int, width: int) -> list[_Product]
     products += _layer_products(target.layers, num_reqs * width)
     products.append(_Product(target.lm_head, num_reqs * width))
     if draft is not None and width > 1:
-        products.append(_Product(draft.fc, num_reqs * width))
-        products += [_Product(project, num_reqs * width) for project in draft.context_kv]
+        products += [_Product(matrix, num_reqs * width) for matrix in (draft.fc, draft.context_kv)]
     return products
 
 

@@ -26,7 +26,7 @@ BLOCK_N = 64
 MOST_ROWS = 16
 """More take a tensor core's tile apart, and torch's product or `tile_linear` is faster."""
 
-_BLOCK_K = 128
+BLOCK_K = 128
 _ENOUGH = 192
 """Programs that keep the memory of an H200 busy: more than one for each multiprocessor."""
 
@@ -38,6 +38,11 @@ class FewRows(NamedTuple):
 
     parts: int  # of the inputs, a program each
     counts: torch.Tensor  # [tiles] int32: parts that have ended; 0 between calls
+
+    @property
+    def stages(self) -> int:
+        """Loads under way."""
+        return 4 if self.parts > 1 else 3
 
 
 def few_rows_of(weight: torch.Tensor) -> FewRows | None:
@@ -65,7 +70,7 @@ def parts_of(tiles: int, width: int) -> int:
     parts = 1
     while parts < _MOST_PARTS and tiles * parts < _ENOUGH:
         parts *= 2
-    return parts if width % (parts * _BLOCK_K) == 0 else 0
+    return parts if width % (parts * BLOCK_K) == 0 else 0
 
 
 def few_rows_ref(
@@ -98,7 +103,7 @@ def few_rows_triton(
     Raises:
         ValueError: There are more rows, or `way` is of another matrix.
     """
-    _check(x, weight, way)
+    check_few(x, weight, way)
     rows, (columns, width) = x.shape[0], weight.shape
     x = x.contiguous()
     wide = columns // 2 if gated else columns
@@ -125,21 +130,22 @@ def few_rows_triton(
         GATED=gated,
         BLOCK_M=MOST_ROWS,
         BLOCK_N=BLOCK_N,
-        BLOCK_K=_BLOCK_K,
-        STAGES=4 if way.parts > 1 else 3,
+        BLOCK_K=BLOCK_K,
+        STAGES=way.stages,
         num_warps=4,
         **dependent(x),
     )
     return out
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, way: FewRows) -> None:
+def check_few(x: torch.Tensor, weight: torch.Tensor, way: FewRows) -> None:
+    """Raise ValueError where x [T, in] and weight [out, in] cannot be multiplied in this `way`."""
     dims = Dims()
     dims.check("x", x, "T K")
     dims.check("weight", weight, "N K")
     if len(x) > MOST_ROWS:
         raise ValueError(f"x: {len(x)} rows, at most {MOST_ROWS} can be")
-    if weight.shape[1] % (way.parts * _BLOCK_K):  # the rest would be left out
+    if weight.shape[1] % (way.parts * BLOCK_K):  # the rest would be left out
         raise ValueError(f"weight: {weight.shape[1]} inputs do not divide into {way.parts} parts")
 
 
@@ -174,15 +180,9 @@ def _few_rows_kernel(
         column = tl.minimum(column, N // 2 - 1) + lane % 2 * (N // 2)
     else:
         column = tl.minimum(tile.to(tl.int64) * BLOCK_N + lane, N - 1)
-    first = part * (K // PARTS)
-    w_at = w_ptr + column * K + first
-    x_at = x_ptr + tl.minimum(row, num_rows - 1) * K + first
-    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for step in tl.range(0, K // PARTS // BLOCK_K, num_stages=STAGES):
-        at = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        w = tl.load(w_at[:, None] + at[None, :], eviction_policy="evict_first")
-        x = tl.load(x_at[None, :] + at[:, None], eviction_policy="evict_last")
-        total = tl.dot(w, x, total)
+    total = part_of_sum(
+        x_ptr, w_ptr, column, row, num_rows, part, K, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+    )  # fmt: skip
     last = True
     if PARTS > 1:
         mine = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
@@ -207,6 +207,34 @@ def _few_rows_kernel(
             columns = tile.to(tl.int64) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         at = row.to(tl.int64)[None, :] * wide + columns[:, None]
         tl.store(out_ptr + at, out, mask=(columns < wide)[:, None] & (row < num_rows)[None, :])
+
+
+@triton.jit
+def part_of_sum(
+    x_ptr,  # [T, K]
+    w_ptr,  # [N, K]
+    column,  # [BLOCK_N] int64: rows of w
+    row,  # [BLOCK_M]: rows of x; beyond the end, the last one is read
+    num_rows,
+    part,  # of K
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_M] float32: what one part of the inputs adds to the outputs."""
+    first = part * (K // PARTS)
+    w_at = w_ptr + column * K + first
+    x_at = x_ptr + tl.minimum(row, num_rows - 1) * K + first
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for step in tl.range(0, K // PARTS // BLOCK_K, num_stages=STAGES):
+        at = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        w = tl.load(w_at[:, None] + at[None, :], eviction_policy="evict_first")
+        x = tl.load(x_at[None, :] + at[:, None], eviction_policy="evict_last")
+        total = tl.dot(w, x, total)
+    return total
 
 
 @triton.jit

@@ -59,13 +59,6 @@ def attention_kernel(
     queries = tl.load(cu_ptr + row + 1) - begin
     seq_len = tl.load(seq_lens_ptr + row)
     live_tokens = tl.load(cu_ptr + num_reqs)
-    # the lengths are older than the product that made q: only what follows has to wait
-    wait_for_inputs(DEPENDENT)
-    if split == 0:
-        for t in range(live_tokens + tile, num_tokens, tl.num_programs(2)):
-            zero_heads(out_ptr, t, head, num_heads, GROUP, D, BLOCK_D)
-    if first_query >= queries:
-        return
     context = seq_len - queries
 
     low, shared, high = _visible(
@@ -83,6 +76,13 @@ def attention_kernel(
     v_ptr += head.to(tl.int64) * kv_stride_h
     # block ids are loaded a step ahead, so that K and V loads wait for nothing
     blocks = block_ids(table_ptr, step * BLOCK_N, high, S, BLOCK_N)
+    # they and the lengths are older than the product that made q: only what follows has to wait
+    wait_for_inputs(DEPENDENT)
+    if split == 0:
+        for t in range(live_tokens + tile, num_tokens, tl.num_programs(2)):
+            zero_heads(out_ptr, t, head, num_heads, GROUP, D, BLOCK_D)
+    if first_query >= queries:
+        return
 
     m = tl.arange(0, BLOCK_M)
     query = first_query + m // GROUP
@@ -246,19 +246,22 @@ def combine_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Join the splits of one (token, head). Grid [T, Q]."""
-    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0)
-    if token >= tl.load(cu_ptr + num_reqs):
+    live_tokens = tl.load(cu_ptr + num_reqs)  # older than the shares: see wait_for_inputs
+    wait_for_inputs(DEPENDENT)
+    if token >= live_tokens:
         return
     rows = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     at = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, BLOCK_D)
+    # all at once: a share that saw nothing has left its part unwritten
+    inside = (s < num_splits)[:, None] & (d < D)[None, :]
+    part = tl.load(part_ptr + (s * rows + at)[:, None] * D + d[None, :], mask=inside, other=0.0)
     lse = tl.load(lse_ptr + s * rows + at, mask=s < num_splits, other=float("-inf"))
     top = tl.max(lse, 0)
     weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    wrote = (lse > float("-inf"))[:, None] & (d < D)[None, :]
-    part = tl.load(part_ptr + (s * rows + at)[:, None] * D + d[None, :], mask=wrote, other=0.0)
+    part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
     total = tl.sum(weights, 0)
     out = tl.sum(part * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)

@@ -69,7 +69,7 @@ def rope_attention(
     dims.check("v_cache", v_cache, "P K D", qkv.dtype)
     dims.check("cos_sin", cos_sin, "T 2 _", torch.float32)
     dims.check("slots", slots, "T", torch.int64)
-    if not (qkv.is_cuda and fits(qkv, k_cache, batch) and _fills(qkv, k_cache, batch)):
+    if not joins(qkv.shape[1] - 2 * k_cache.shape[1], k_cache, batch):
         q = rope_store(qkv, q_weight, k_weight, eps, cos_sin, k_cache, v_cache, slots)
         return paged_attention(
             q, k_cache, v_cache, batch, scale=scale, causal=causal, window=window
@@ -90,22 +90,29 @@ def rope_attention(
     )
 
 
-def fits(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
+def joins(num_heads: int, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
+    """Is one launch better than two, of `num_heads` query heads?"""
+    return k_cache.is_cuda and fits(num_heads, k_cache, batch) and _fills(k_cache, batch)
+
+
+def fits(num_heads: int, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
     """May the fused kernel take this step? Low precision, and one program a request and head."""
     kv_heads, head_dim = k_cache.shape[1:]
-    group = (qkv.shape[1] - 2 * kv_heads) // kv_heads
     half = head_dim // 2
     return (
-        qkv.dtype != torch.float32
+        k_cache.dtype != torch.float32
         and half & (half - 1) == 0
         and 16 <= half <= 64
-        and 0 < batch.max_query_len * group <= _MAX_ROWS
+        and 0 < batch.max_query_len * (num_heads // kv_heads) <= _MAX_ROWS
     )
 
 
-def _fills(qkv: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
+def _fills(k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
     """Are there programs for a third of the multiprocessors, and not more than 8 for each?"""
-    programs, processors = len(batch.seq_lens) * k_cache.shape[1], multiprocessors(qkv.device)
+    programs, processors = (
+        len(batch.seq_lens) * k_cache.shape[1],
+        multiprocessors(k_cache.device),
+    )
     return processors <= 3 * programs and programs <= 8 * processors
 
 

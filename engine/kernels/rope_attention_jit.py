@@ -55,12 +55,6 @@ def rope_attention_kernel(
     live_tokens = tl.load(cu_ptr + num_reqs)
     q_low, q_high = _norm_weights(q_weight_ptr, HALF, Q_NORM)
     k_low, k_high = _norm_weights(k_weight_ptr, HALF, K_NORM)
-    # the lengths are older than the product that made qkv: only what follows has to wait
-    wait_for_inputs(DEPENDENT)
-    for t in range(live_tokens + row, num_tokens, num_reqs):
-        zero_heads(out_ptr, t, head, num_heads, GROUP, 2 * HALF, 2 * HALF)
-    if queries <= 0:
-        return
     context = seq_len - queries
     low = tl.maximum(context - window, 0) if WINDOW else 0
     step = low // BLOCK_N
@@ -69,6 +63,12 @@ def rope_attention_kernel(
     v_ptr += head.to(tl.int64) * kv_head
     table_ptr += row.to(tl.int64) * table_stride
     blocks = block_ids(table_ptr, step * BLOCK_N, context, S, BLOCK_N)
+    # lengths and KV blocks are older than the product that made qkv: only what follows has to wait
+    wait_for_inputs(DEPENDENT)
+    for t in range(live_tokens + row, num_tokens, num_reqs):
+        zero_heads(out_ptr, t, head, num_heads, GROUP, 2 * HALF, 2 * HALF)
+    if queries <= 0:
+        return
 
     # the new tokens are loaded with the rest, and worked on at the end
     n = tl.arange(0, BLOCK_NEW)

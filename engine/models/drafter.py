@@ -58,7 +58,7 @@ class Drafter:
         self.layers = [
             DecoderLayer(layers, weights, f"layers.{i}.", at) for i in range(layers.num_layers)
         ]
-        self.context_kv = [self._take_context(take, at.share, i) for i in range(layers.num_layers)]
+        self.context_kv = self._take_context(take, at.share)
         self.norm = take("norm.weight", h)
         # rows of a draft vocabulary padded beyond the target's have nothing to say
         self.num_logits = min(spec.draft_vocab_size, spec.vocab_size)
@@ -103,14 +103,17 @@ class Drafter:
             return target.lm_head
         return Linear(weight[: self.num_logits])
 
-    def _take_context(self, take: Callable[..., torch.Tensor], share: Share, layer: int) -> Linear:
-        """K and V rows of one layer in one product: context needs no more of it."""
-        spec, prefix = self.spec.layers, f"layers.{layer}.self_attn."
-        rows = spec.num_kv_heads * spec.head_dim
-        part = share.heads(spec, "k", dim=0)
-        weight = [take(f"{prefix}{n}_proj.weight", rows, spec.hidden_size, part=part) for n in "kv"]
-        bias = [take(f"{prefix}{n}_proj.bias", rows, part=part) for n in "kv" if spec.qkv_bias]
-        return Linear(torch.cat(weight), torch.cat(bias) if bias else None)
+    def _take_context(self, take: Callable[..., torch.Tensor], share: Share) -> Linear:
+        """K and V rows of all layers in one product: context needs no more of them."""
+        spec = self.spec.layers
+        rows, part = spec.num_kv_heads * spec.head_dim, share.heads(spec, "k", dim=0)
+        weights, biases = [], []
+        for layer in range(spec.num_layers):
+            for name in (f"layers.{layer}.self_attn.{n}_proj." for n in "kv"):
+                weights.append(take(name + "weight", rows, spec.hidden_size, part=part))
+                if spec.qkv_bias:
+                    biases.append(take(name + "bias", rows, part=part))
+        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
     def _take_markov(self, take: Callable[..., torch.Tensor]) -> MarkovWeights:
         spec, h, r = self.spec, self.spec.layers.hidden_size, self.spec.markov_rank
@@ -152,9 +155,10 @@ class Drafter:
         spec = self.spec.layers
         context = rms_norm(self.fc(taps), self.hidden_norm, spec.norm_eps)
         cos_sin = self.rope[positions]
-        for i, (layer, project) in enumerate(zip(self.layers, self.context_kv, strict=True)):
-            k_v = project(context).view(len(positions), -1, spec.head_dim)  # no query heads
-            k_norm = layer.attention.k_norm
+        shape = len(positions), len(self.layers), -1, spec.head_dim
+        heads = self.context_kv(context).view(shape)
+        for i, layer in enumerate(self.layers):
+            k_v, k_norm = heads[:, i], layer.attention.k_norm  # no query heads
             rope_store(k_v, None, k_norm, spec.norm_eps, cos_sin, kv.k[i], kv.v[i], slots)
 
     def forward(

@@ -8,9 +8,10 @@ import torch
 from engine.dist.collectives import Collectives, Solo
 from engine.kernels.linear import Linear
 from engine.kernels.norms import rms_norm
-from engine.kernels.paged_attention import AttentionBatch
+from engine.kernels.paged_attention import AttentionBatch, paged_attention
 from engine.kernels.rope import inverse_frequencies, rope_table
-from engine.kernels.rope_attention import rope_attention
+from engine.kernels.rope_attention import joins, rope_attention
+from engine.kernels.rope_product import Turn, fits, rope_product_triton
 from engine.kv.cache import PagedKV
 from engine.models.config import LayersSpec
 from engine.models.shard import Part, Share
@@ -164,24 +165,29 @@ class Attention:
         self, x: torch.Tensor, ctx: StepContext, layer: int, *, causal: bool = True, window: int = 0
     ) -> torch.Tensor:
         """[T, H] normed input to this rank's part of [T, H]; stores this layer's K and V first."""
-        spec = self.spec
-        qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        k_cache, v_cache = ctx.kv.k[layer], ctx.kv.v[layer]
-        out = rope_attention(
-            qkv,
-            self.q_norm,
-            self.k_norm,
-            spec.norm_eps,
-            ctx.cos_sin,
-            k_cache,
-            v_cache,
-            ctx.slots,
-            ctx.attention,
-            scale=spec.head_dim**-0.5,
-            causal=causal,
-            window=window,
+        spec, k_cache, v_cache = self.spec, ctx.kv.k[layer], ctx.kv.v[layer]
+        turn = Turn(
+            self.q_norm, self.k_norm, spec.norm_eps, ctx.cos_sin, k_cache, v_cache, ctx.slots
         )
+        scale, few = spec.head_dim**-0.5, self.qkv.few
+        if few is None or not self._turns(x, k_cache, ctx.attention):
+            qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
+            out = rope_attention(
+                qkv, *turn, ctx.attention, scale=scale, causal=causal, window=window
+            )
+        else:
+            q = rope_product_triton(x, self.qkv.weight, self.qkv.bias, few, turn)
+            out = paged_attention(
+                q, k_cache, v_cache, ctx.attention, scale=scale, causal=causal, window=window
+            )
         return self.o(out.flatten(1))
+
+    def _turns(self, x: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
+        """Does the product of q, k and v turn and store heads as well? Attention may, instead."""
+        spec = self.spec
+        if not (self.qkv.takes_few(len(x)) and fits(spec.head_dim)):
+            return False
+        return not joins(spec.num_heads, k_cache, batch)
 
 
 class DecoderLayer:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.kernels.copy_to_host import copy_to_host
 from engine.sequence import Sequence
 from engine.spec.plan import Decided
 
@@ -64,7 +65,7 @@ class Pending:
         self._landing: Landing | None = None
         if result.is_cuda:
             self._landing = downloads.take(result)
-            self._landing.there.copy_(result, non_blocking=True)
+            copy_to_host(self._landing.there, result)
             self._landing.filled.record()
         else:
             self._values = result.clone().numpy()

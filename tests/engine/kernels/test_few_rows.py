@@ -17,7 +17,7 @@ from engine.kernels.few_rows import (
 from engine.kernels.linear import Linear
 from tests.helpers.ahead import compiling
 from tests.helpers.close import assert_as_good_as
-from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton
+from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton, summable
 
 # the interpreter truncates to bfloat16 where a GPU rounds
 DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
@@ -56,8 +56,8 @@ def test_a_gate_and_its_up(
     rows: int, columns: int, parts: int, biased: bool, dtype: torch.dtype
 ) -> None:
     """The bits of a product and an activation by themselves."""
-    x = torch.randn(rows, 1024).to(KERNEL_DEVICE, dtype)
-    weight = (torch.randn(columns, 1024) / 8).to(KERNEL_DEVICE, dtype)
+    x = summable(rows, 1024, dtype=dtype)
+    weight = summable(columns, 1024, dtype=dtype, steps=128)
     bias = torch.randn(columns).to(KERNEL_DEVICE, dtype) if biased else None
     way = way_of(columns, parts)
     want = silu_mul_triton(few_rows_triton(x, weight, bias, way))
@@ -72,6 +72,8 @@ def test_a_gate_and_its_up(
 def test_a_row_has_the_same_bits_beside_any_others() -> None:
     x = torch.randn(16, 1024).to(KERNEL_DEVICE, torch.float16)
     weight = torch.randn(128, 1024).to(KERNEL_DEVICE, torch.float16)
+    if INTERPRETED:
+        x, weight = summable(16, 1024, dtype=x.dtype), summable(128, 1024, dtype=x.dtype)
     whole = few_rows_triton(x, weight, None, way_of(128, 4))
     for rows in (1, 3, 15):
         some = few_rows_triton(x[:rows], weight, None, way_of(128, 4))

@@ -30,7 +30,7 @@ from engine.kernels.rolling import (
 from engine.kernels.rope import rope_table
 from engine.kernels.select_entries import select_entries_ref, select_entries_triton
 from engine.kernels.window_attention import window_attention_ref, window_attention_triton
-from tests.helpers.triton import KERNEL_DEVICE, needs_triton
+from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton
 
 DEVICE = torch.device(KERNEL_DEVICE)
 SIZE, ROWS, PADDING = 8, 4, 2
@@ -234,7 +234,9 @@ def test_stream_coefficients(num_tokens: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, want, **CLOSE)
     one = hc_mix_triton(x[-1:], weights, **how, iterations=20)
     for mine, whole in zip(one, got, strict=True):
-        torch.testing.assert_close(mine[0], whole[-1], atol=0, rtol=0)
+        # numpy, which multiplies in the interpreter, adds up in an order that depends on the row
+        how_close = CLOSE if INTERPRETED else {"atol": 0, "rtol": 0}
+        torch.testing.assert_close(mine[0], whole[-1], **how_close)
     head = MixWeights(weights.fn[:streams].contiguous(), weights.base[:streams], weights.scale[:1])
     got_head = hc_head_triton(x, head, **how)
     torch.testing.assert_close(got_head, hc_head_ref(x, head, **how), **CLOSE)

@@ -120,7 +120,7 @@ def test_no_tokens() -> None:
 def test_who_takes_it() -> None:
     def asked(dtype: torch.dtype, dim: int, queries: int) -> bool:
         batch = replace(Step([1], [3]).batch, query_lens=(queries,))
-        return fits(torch.zeros(3, 8, dim, dtype=dtype), torch.zeros(9, 2, dim), batch)
+        return fits(4, torch.zeros(9, 2, dim, dtype=dtype), batch)
 
     assert asked(torch.float16, 64, 8)
     assert asked(torch.float16, 64, 32)

@@ -21,7 +21,7 @@ from engine.kernels.tile_linear import (
 )
 from tests.helpers.ahead import compiling
 from tests.helpers.close import assert_as_good_as
-from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton
+from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton, summable
 
 # the interpreter truncates to bfloat16 where a GPU rounds
 DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
@@ -73,10 +73,9 @@ def test_rounds_as_a_product_and_an_activation_by_themselves(
 ) -> None:
     """Sums that float32 holds in any order and the dtype does not: the bits are the same."""
     tiles, gated = tiles_of(name)
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randint(-8, 9, (rows, 128), generator=draw).to(KERNEL_DEVICE, dtype)
-    weight = torch.randint(-16, 17, ((1 + gated) * columns, 128), generator=draw) / 128
-    weight = weight.to(KERNEL_DEVICE, dtype)
+    torch.manual_seed(seed)
+    x = summable(rows, 128, dtype=dtype)
+    weight = summable((1 + gated) * columns, 128, dtype=dtype, steps=128)
     product = torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
     out = tile_linear_triton(x, weight, tiles, gated=gated)
     assert torch.equal(out, silu_mul_triton(product) if gated else product)
@@ -88,6 +87,9 @@ def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
     tiles, gated = tiles_of(name)
     x = torch.randn(tiles.rows, 256).to(KERNEL_DEVICE, torch.float16)
     weight = torch.randn(256, 256).to(KERNEL_DEVICE, torch.float16) / 16
+    if INTERPRETED:
+        x = summable(tiles.rows, 256, dtype=x.dtype)
+        weight = summable(256, 256, dtype=x.dtype, steps=128)
     whole = tile_linear_triton(x, weight, tiles, gated=gated)
     for first, rows in ((0, 1), (3, 40), (tiles.rows - 30, 30)):
         some = tile_linear_triton(x[first : first + rows], weight, tiles, gated=gated)

@@ -1,0 +1,141 @@
+"""The product of q, k and v with norm, rotation and store in it, against one after the other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.few_rows import BLOCK_N, FewRows
+from engine.kernels.rope import inverse_frequencies, rope_table
+from engine.kernels.rope_product import Turn, fits, rope_product_ref, rope_product_triton
+from tests.helpers.ahead import compiling
+from tests.helpers.close import assert_as_good_as
+from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton, summable
+
+# the interpreter truncates to bfloat16 where a GPU rounds
+DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+WIDTH = 512
+
+
+class Layer:
+    """Weights, and a cache whose slots hold what must be left alone: NaN."""
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        heads: tuple[int, int] = (3, 2),
+        dim: int = 64,
+        norms: bool = True,
+        biased: bool = False,
+        dtype: torch.dtype = torch.float16,
+        device: str = KERNEL_DEVICE,
+    ) -> None:
+        def some(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape).to(device, dtype)
+
+        (q, kv), columns = heads, (heads[0] + 2 * heads[1]) * dim
+        self.x, self.weight = some(rows, WIDTH), some(columns, WIDTH) / 16
+        self.bias = some(columns) if biased else None
+        self.q_norm, self.k_norm = (some(dim), some(dim)) if norms else (None, None)
+        at = torch.arange(rows, device=device)
+        angles = rope_table(inverse_frequencies(dim, 100.0), 32).to(device)[at * 7 % 31]
+        # every third token is padding; the others' slots are in no order
+        slots = torch.where(at % 3 == 1, -1, at * 11 % 23)
+        self.cache = torch.full((2, 23, kv, dim), float("nan"), dtype=dtype, device=device)
+        self.norms, self.angles, self.slots = (self.q_norm, self.k_norm), angles, slots
+        self.query_heads = q
+
+    def turn(self, dtype: torch.dtype) -> Turn:
+        norms = (None if w is None else w.to(dtype) for w in self.norms)
+        k, v = self.cache.to(dtype, copy=True)
+        return Turn(*norms, 1e-6, self.angles, k, v, self.slots)
+
+    def way(self, parts: int) -> FewRows:
+        tiles = len(self.weight) // BLOCK_N
+        return FewRows(parts, torch.zeros(tiles, dtype=torch.int32, device=self.x.device))
+
+    def reference(self, dtype: torch.dtype) -> tuple[torch.Tensor, Turn]:
+        turn, bias = self.turn(dtype), None if self.bias is None else self.bias.to(dtype)
+        return rope_product_ref(self.x.to(dtype), self.weight.to(dtype), bias, turn), turn
+
+    def check(self, parts: int) -> None:
+        exact, exact_turn = self.reference(torch.float32)
+        low, low_turn = self.reference(self.x.dtype)
+        way = self.way(parts)
+        for _ in range(2):  # counts are as they were
+            turn = self.turn(self.x.dtype)
+            out = rope_product_triton(self.x, self.weight, self.bias, way, turn)
+            assert out.shape == (len(self.x), self.query_heads, self.cache.shape[-1])
+            assert_as_good_as(out, exact, low)
+            for name in ("k_cache", "v_cache"):
+                got, want = getattr(turn, name), getattr(low_turn, name)
+                known = want.isfinite()
+                assert torch.equal(known, got.isfinite())
+                assert_as_good_as(got[known], getattr(exact_turn, name)[known], want[known])
+            assert not way.counts.any()
+
+
+@needs_triton
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_heads_are_turned_and_stored(rows: int, dim: int, parts: int, dtype: torch.dtype) -> None:
+    Layer(rows, dim=dim, dtype=dtype).check(parts)
+
+
+@needs_triton
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("heads", [(4, 1), (2, 2), (1, 1)])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_groups_norms_and_biases(heads: tuple[int, int], norms: bool, biased: bool) -> None:
+    Layer(5, heads=heads, norms=norms, biased=biased).check(2)
+    Layer(5, heads=heads, dim=256, norms=norms, biased=biased).check(1)
+
+
+@needs_triton
+def test_a_row_has_the_same_bits_beside_any_others() -> None:
+    layer = Layer(16, dim=128)
+    if INTERPRETED:
+        layer.x = summable(*layer.x.shape, dtype=layer.x.dtype)
+        layer.weight = summable(*layer.weight.shape, dtype=layer.x.dtype, steps=128)
+    turn = layer.turn(layer.x.dtype)
+    whole = rope_product_triton(layer.x, layer.weight, None, layer.way(2), turn)
+    for rows in (1, 3, 15):
+        few = turn._replace(cos_sin=turn.cos_sin[:rows], slots=turn.slots[:rows])
+        some = rope_product_triton(layer.x[:rows], layer.weight, None, layer.way(2), few)
+        assert torch.equal(some, whole[:rows])
+
+
+@needs_triton
+def test_what_it_cannot_do() -> None:
+    layer = Layer(0)
+    turn = layer.turn(layer.x.dtype)
+    out = rope_product_triton(layer.x, layer.weight, None, layer.way(1), turn)
+    assert out.shape == (0, 3, 64)
+    x = layer.weight.new_zeros(17, WIDTH)
+    with pytest.raises(ValueError, match="17 rows, at most 16"):
+        rope_product_triton(x, layer.weight, None, layer.way(1), turn)
+    small = turn._replace(k_cache=turn.k_cache[..., :32], v_cache=turn.v_cache[..., :32])
+    with pytest.raises(ValueError, match="448 outputs are no heads of 32"):
+        rope_product_triton(layer.x, layer.weight, None, layer.way(1), small)
+    other = turn._replace(v_cache=turn.v_cache.transpose(0, 1).contiguous().transpose(0, 1))
+    with pytest.raises(ValueError, match="strides"):
+        rope_product_triton(layer.x, layer.weight, None, layer.way(1), other)
+    assert [dim for dim in (32, 64, 80, 96, 128, 192, 256) if fits(dim)] == [64, 128, 256]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles; the interpreter does not")
+def test_its_sum_is_that_of_few_rows(tmp_path: Path) -> None:
+    """Compiled for compute capability 9.0: tensor cores, loads under way, an early start."""
+    with compiling(tmp_path) as made:
+        layer = Layer(8, dim=128, dtype=torch.bfloat16, device="cpu")
+        rope_product_triton(layer.x, layer.weight, None, layer.way(1), layer.turn(torch.bfloat16))
+    (kernel,) = made.kernels["_rope_product_kernel"]
+    ptx = kernel.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.cg" in ptx
+    assert "griddepcontrol.wait" in ptx
