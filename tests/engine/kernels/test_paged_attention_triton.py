@@ -146,6 +146,16 @@ def test_masks_and_splits(causal: bool, window: int, num_splits: int) -> None:
     case.check(causal=causal, window=window, num_splits=num_splits, tile=SMALL)
 
 
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("queries", [1, 3, 8])
+def test_first_keys_of_a_share(queries: int, window: int) -> None:
+    """Loaded before the others: all old, all of this step, and both, around each tile's end."""
+    lengths = [queries + n for n in (0, 1, 12, 15, 16, 17, 29, 31, 32, 33, 47)]
+    case = Case.make([queries] * len(lengths), lengths, heads=(2, 1))
+    for num_splits in (2, 3):
+        case.check(window=window, num_splits=num_splits, tile=SMALL)
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 6)])
 def test_requests_of_several_tiles(causal: bool, window: int, num_splits: int) -> None:
