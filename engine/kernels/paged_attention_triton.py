@@ -28,9 +28,6 @@ from engine.kernels.paged_attention_jit import attention_kernel, combine_kernel
 LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 64
 
-_AHEAD = 32
-"""(query, head) pairs of a tile whose first keys may wait in registers."""
-
 _LARGE_TILES = 160 << 10
 """Shared memory of a device whose programs may have tiles of 128 keys: 144 KiB at head dim 128."""
 
@@ -185,7 +182,6 @@ def paged_attention_triton(
         WINDOW=window > 0,
         SPLIT=split,
         ONE_TILE=one_tile,
-        AHEAD=one_tile and split and block_m <= _AHEAD,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         **dependent(q),

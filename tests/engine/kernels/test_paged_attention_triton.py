@@ -148,8 +148,8 @@ def test_masks_and_splits(causal: bool, window: int, num_splits: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 9])
 @pytest.mark.parametrize("queries", [1, 3, 8])
-def test_first_keys_of_a_share(queries: int, window: int) -> None:
-    """Loaded before the others: all old, all of this step, and both, around each tile's end."""
+def test_shares_around_a_tiles_end(queries: int, window: int) -> None:
+    """Shares of old keys, of this step's, of both, and of none."""
     lengths = [queries + n for n in (0, 1, 12, 15, 16, 17, 29, 31, 32, 33, 47)]
     case = Case.make([queries] * len(lengths), lengths, heads=(2, 1))
     for num_splits in (2, 3):
