@@ -23,6 +23,7 @@ from engine.kernel_bench.layer_cases import (
     gated_case,
     linear_case,
     norm_case,
+    rope_product_case,
     rope_store_case,
 )
 from engine.kernel_bench.timing import Ceiling, measure_ceiling, seconds_a_call
@@ -151,6 +152,7 @@ class Bench:
                 ("linear", partial(linear_case, "lm_head", tokens, hidden, vocab, at)),
                 ("add_rms_norm", partial(norm_case, tokens, spec, at)),
                 ("silu_mul", partial(activation_case, tokens, spec, at)),
+                ("rope_product", partial(rope_product_case, tokens, spec, at)),
                 ("rope_store", partial(rope_store_case, tokens, spec, at)),
                 ("accept", partial(accept_case, n, gamma, vocab, at)),
                 ("sample", partial(sample_case, n, vocab, at)),

@@ -8,6 +8,7 @@ from engine.kernels.activation import silu_mul, silu_mul_ref
 from engine.kernels.linear import Linear
 from engine.kernels.norms import add_rms_norm, rms_norm_ref
 from engine.kernels.rope import inverse_frequencies, rope_table
+from engine.kernels.rope_product import Turn, rope_product
 from engine.kernels.rope_store import rope_store, rope_store_ref
 from engine.models.config import LayersSpec
 from engine.models.layers import Placement
@@ -111,38 +112,83 @@ def activation_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
     )
 
 
-def rope_store_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
-    """Inputs: qkv [T, Q+2K, D], norm weights or None, cos_sin, caches, slots in random order."""
+def rope_product_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
+    """Inputs: x [T, H], the plain weight, the matrix, and a `Turn` of slots in random order."""
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    slots = max(2 * tokens, 4096)
+    hidden, outer = spec.hidden_size, (heads + 2 * kv_heads) * dim
 
     def make() -> Inputs:
-        table = rope_table(inverse_frequencies(dim, spec.rope.theta), tokens).to(at.device)
-        norms = (randn(at, dim), randn(at, dim)) if spec.qk_norm else (None, None)
-        caches = (randn(at, slots, kv_heads, dim), randn(at, slots, kv_heads, dim))
-        where = torch.randperm(slots, device=at.device)[:tokens]
-        return randn(at, tokens, heads + 2 * kv_heads, dim), *norms, _EPS, table, *caches, where
-
-    def reference(inputs: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        qkv, q_norm, k_norm, eps, table, k, v, where = inputs
-        q_norm, k_norm = (w if w is None else w.to(dtype) for w in (q_norm, k_norm))
-        k, v = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
-        q = rope_store_ref(qkv.to(dtype), q_norm, k_norm, eps, table, k, v, where)
-        return q, k[where], v[where]
+        weight = randn(at, outer, hidden, scale=hidden**-0.5)
+        return randn(at, tokens, hidden), weight, Linear(weight), _turn(tokens, spec, at)
 
     def check(inputs: Inputs, q: torch.Tensor) -> str | None:
-        where = inputs[-1]
-        got = (q, inputs[5][where], inputs[6][where])
-        exact, low = reference(inputs, torch.float32), reference(inputs, at.dtype)
-        names = ("q", "stored k", "stored v")
-        return first(*map(as_good_as, names, got, exact, low))
+        x, weight, _, turn = inputs
+
+        def reference(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+            qkv = linear(x.to(dtype), weight.to(dtype)).view(tokens, -1, dim)
+            return _stored(qkv, turn)
+
+        got = (q, turn.k_cache[turn.slots], turn.v_cache[turn.slots])
+        return first(*map(as_good_as, _STORED, got, reference(torch.float32), reference(at.dtype)))
+
+    moved = hidden * outer + tokens * (hidden + outer)
+    return Case(
+        op="rope_product",
+        shape=f"{tokens} x {hidden} x {outer}",
+        make=make,
+        run=lambda inputs: rope_product(inputs[0], *inputs[2:]),
+        check=check,
+        nbytes=moved * at.dtype.itemsize + tokens * (4 * dim + 8),
+        flops=2.0 * tokens * hidden * outer,
+    )
+
+
+def rope_store_case(tokens: int, spec: LayersSpec, at: Placement) -> Case:
+    """Inputs: qkv [T, Q+2K, D], and a `Turn` of slots in random order."""
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+
+    def check(inputs: Inputs, q: torch.Tensor) -> str | None:
+        qkv, turn = inputs
+        got = (q, turn.k_cache[turn.slots], turn.v_cache[turn.slots])
+        return first(*map(as_good_as, _STORED, got, _stored(qkv.float(), turn), _stored(qkv, turn)))
 
     moved = 2 * tokens * (heads + 2 * kv_heads) * dim * at.dtype.itemsize
     return Case(
         op="rope_store",
         shape=f"{tokens} x {heads + 2 * kv_heads} x {dim}",
-        make=make,
-        run=lambda inputs: rope_store(*inputs),
+        make=lambda: (
+            randn(at, tokens, heads + 2 * kv_heads, dim),
+            _turn(tokens, spec, at),
+        ),
+        run=lambda inputs: rope_store(inputs[0], *inputs[1]),
         check=check,
         nbytes=moved + tokens * (4 * dim + 8),
     )
+
+
+_STORED = ("q", "stored k", "stored v")
+
+
+def _turn(tokens: int, spec: LayersSpec, at: Placement) -> Turn:
+    """Norm weights or None, angles of positions 0 to T, and a cache."""
+    dim, slots = spec.head_dim, max(2 * tokens, 4096)
+    return Turn(
+        randn(at, dim) if spec.qk_norm else None,
+        randn(at, dim) if spec.qk_norm else None,
+        _EPS,
+        rope_table(inverse_frequencies(dim, spec.rope.theta), tokens).to(at.device),
+        randn(at, slots, spec.num_kv_heads, dim),
+        randn(at, slots, spec.num_kv_heads, dim),
+        torch.randperm(slots, device=at.device)[:tokens],
+    )
+
+
+def _stored(qkv: torch.Tensor, turn: Turn) -> tuple[torch.Tensor, ...]:
+    """What the reference makes of q, k and v, in qkv's dtype."""
+    turn = turn._replace(
+        q_weight=None if turn.q_weight is None else turn.q_weight.to(qkv.dtype),
+        k_weight=None if turn.k_weight is None else turn.k_weight.to(qkv.dtype),
+        k_cache=torch.zeros_like(turn.k_cache, dtype=qkv.dtype),
+        v_cache=torch.zeros_like(turn.v_cache, dtype=qkv.dtype),
+    )
+    return rope_store_ref(qkv, *turn), turn.k_cache[turn.slots], turn.v_cache[turn.slots]

@@ -26,7 +26,8 @@ from engine.kernels.few_rows import (
     part_of_sum,
 )
 from engine.kernels.launch import dependent, wait_for_inputs
-from engine.kernels.rope_store import rope_store_ref
+from engine.kernels.linear import Linear
+from engine.kernels.rope_store import rope_store, rope_store_ref
 
 
 class Turn(NamedTuple):
@@ -44,6 +45,20 @@ class Turn(NamedTuple):
 def fits(head_dim: int) -> bool:
     """May heads be so long: whole tiles, in two halves that are powers of two?"""
     return head_dim in (BLOCK_N, 2 * BLOCK_N, 4 * BLOCK_N)
+
+
+def rope_product(x: torch.Tensor, matrix: Linear, turn: Turn) -> torch.Tensor:
+    """Query heads [T, Q, D] of `x` [T, in]; keys and values go to their slots, in place.
+
+    Args:
+        x: In the weight's dtype.
+        matrix: [(Q + 2K) * D, in]: rows of query heads, key heads, value heads.
+        turn: What happens to the heads; its caches are changed.
+    """
+    head_dim = turn.k_cache.shape[-1]
+    if matrix.few is not None and matrix.takes_few(len(x)) and fits(head_dim):
+        return rope_product_triton(x, matrix.weight, matrix.bias, matrix.few, turn)
+    return rope_store(matrix(x).view(len(x), -1, head_dim), *turn)
 
 
 def rope_product_ref(

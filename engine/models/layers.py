@@ -11,7 +11,7 @@ from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch, paged_attention
 from engine.kernels.rope import inverse_frequencies, rope_table
 from engine.kernels.rope_attention import joins, rope_attention
-from engine.kernels.rope_product import Turn, fits, rope_product_triton
+from engine.kernels.rope_product import Turn, rope_product
 from engine.kv.cache import PagedKV
 from engine.models.config import LayersSpec
 from engine.models.shard import Part, Share
@@ -169,25 +169,16 @@ class Attention:
         turn = Turn(
             self.q_norm, self.k_norm, spec.norm_eps, ctx.cos_sin, k_cache, v_cache, ctx.slots
         )
-        scale, few = spec.head_dim**-0.5, self.qkv.few
-        if few is None or not self._turns(x, k_cache, ctx.attention):
+        scale, batch = spec.head_dim**-0.5, ctx.attention
+        if joins(spec.num_heads, k_cache, batch):
             qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-            out = rope_attention(
-                qkv, *turn, ctx.attention, scale=scale, causal=causal, window=window
-            )
+            out = rope_attention(qkv, *turn, batch, scale=scale, causal=causal, window=window)
         else:
-            q = rope_product_triton(x, self.qkv.weight, self.qkv.bias, few, turn)
+            q = rope_product(x, self.qkv, turn)
             out = paged_attention(
-                q, k_cache, v_cache, ctx.attention, scale=scale, causal=causal, window=window
+                q, k_cache, v_cache, batch, scale=scale, causal=causal, window=window
             )
         return self.o(out.flatten(1))
-
-    def _turns(self, x: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
-        """Does the product of q, k and v turn and store heads as well? Attention may, instead."""
-        spec = self.spec
-        if not (self.qkv.takes_few(len(x)) and fits(spec.head_dim)):
-            return False
-        return not joins(spec.num_heads, k_cache, batch)
 
 
 class DecoderLayer:

@@ -23,6 +23,7 @@ from engine.kernel_bench.layer_cases import (
     gated_case,
     linear_case,
     norm_case,
+    rope_product_case,
     rope_store_case,
 )
 from engine.kernel_bench.timing import Ceiling
@@ -58,6 +59,7 @@ def cases(tmp_path: Path, at: Placement) -> dict[str, Callable[[], Case]]:
         "gated_linear": lambda: gated_case(5, spec, at),
         "add_rms_norm": lambda: norm_case(5, spec, at),
         "silu_mul": lambda: activation_case(5, spec, at),
+        "rope_product": lambda: rope_product_case(5, spec, at),
         "rope_store": lambda: rope_store_case(5, spec, at),
         "markov_chain": lambda: markov_case(3, 4, draft, at),
         "accept": lambda: accept_case(5, 4, vocab, at),
@@ -84,6 +86,7 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "gated_linear": (layer_cases.Linear, "gated", off_by_a_little),
     "add_rms_norm": (layer_cases, "add_rms_norm", lambda o: (off_by_a_little(o[0]), o[1])),
     "silu_mul": (layer_cases, "silu_mul", off_by_a_little),
+    "rope_product": (layer_cases, "rope_product", off_by_a_little),
     "rope_store": (layer_cases, "rope_store", off_by_a_little),
     "markov_chain": (
         choice_cases,
