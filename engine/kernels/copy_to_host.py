@@ -19,8 +19,11 @@ def copy_to_host(there: torch.Tensor, result: torch.Tensor) -> None:
         there: Contiguous, pinned, of result's shape and dtype.
         result: On a device.
     """
-    if there.shape != result.shape or there.dtype != result.dtype:
-        raise ValueError(f"there: {there.dtype} {tuple(there.shape)}, not as result")
+    alike = there.shape == result.shape and there.dtype == result.dtype
+    if not (alike and there.is_contiguous()):
+        raise ValueError(
+            f"there: {there.dtype} {tuple(there.shape)} {there.stride()}, not as result"
+        )
     result = result.contiguous()
     if count := result.numel():
         _copy_kernel[(triton.cdiv(count, _BLOCK),)](there, result, count, BLOCK=_BLOCK)

@@ -37,7 +37,7 @@ class FewRows(NamedTuple):
     """How a matrix is multiplied when rows are few."""
 
     parts: int  # of the inputs, a program each
-    counts: torch.Tensor  # [tiles] int32: parts that have ended; 0 between calls
+    counts: torch.Tensor  # [tiles] int32: parts of a tile, or of a head, that have ended; 0 between
 
     @property
     def stages(self) -> int:

@@ -4,9 +4,8 @@ With few requests a layer's small kernels run 2 to 4 us each, and much of that i
 dependent kernel may be set up while its predecessor still runs; it then waits, before it touches
 what kernels write, for all of the predecessor's writes. Each kernel says early that the next may be
 set up. What it reads before that must be older than a kernel that is launched ordinarily, and so
-begins when all before it have ended: weights are, and the lengths, KV blocks and angles that
-attention looks at, as long as torch looks up embeddings between a step's inputs and its first
-layer.
+begins when all before it have ended: weights are, and a step's lengths, KV blocks, slots and
+angles, as long as networks look up embeddings, which torch does, right before their first layer.
 
 Every kernel launched so must wait: "my predecessor is done" then also means that all before it are.
 Needs compute capability 9.0; elsewhere, and in the interpreter, launches are ordinary.
@@ -53,9 +52,9 @@ def shared_memory(device: torch.device) -> int:
 
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Call before anything that reads or writes memory; weights, which no kernel writes, excepted.
+    """Call before anything is written, and before anything is read that is not older (see above).
 
-    They come from the device's memory while the predecessor ends.
+    What is older is better loaded before: it comes while the predecessor ends.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()

@@ -249,7 +249,7 @@ def combine_kernel(
 ):
     """Join the splits of one (token, head). Grid [T, Q]."""
     token = tl.program_id(0)
-    live_tokens = tl.load(cu_ptr + num_reqs)  # older than the shares: see wait_for_inputs
+    live_tokens = tl.load(cu_ptr + num_reqs)  # older than the shares
     wait_for_inputs(DEPENDENT)
     if token >= live_tokens:
         return

@@ -88,18 +88,10 @@ def rope_product_triton(
         ValueError: There are more rows, heads are no whole tiles, or `way` is of another matrix.
     """
     check_few(x, weight, way)
-    k_cache, v_cache, cos_sin = turn.k_cache, turn.v_cache, turn.cos_sin.contiguous()
-    dims = Dims()
-    dims.check("k_cache", k_cache, "P K D", x.dtype)
-    dims.check("v_cache", v_cache, "P K D", x.dtype)
-    dims.check("cos_sin", cos_sin, "T 2 _", torch.float32)
-    dims.check("slots", turn.slots, "T", torch.int64)
-    if k_cache.stride() != v_cache.stride() or k_cache.stride(-1) != 1:
-        raise ValueError(f"strides: caches {k_cache.stride()}, {v_cache.stride()}")
+    _check(x, weight, bias, turn)
+    k_cache, v_cache = turn.k_cache, turn.v_cache
     (rows, width), (kv_heads, head_dim) = x.shape, k_cache.shape[1:]
     heads = weight.shape[0] // head_dim
-    if not fits(head_dim) or weight.shape[0] % head_dim:
-        raise ValueError(f"weight: {weight.shape[0]} outputs are no heads of {head_dim}")
     out = torch.empty((rows, heads - 2 * kv_heads, head_dim), dtype=x.dtype, device=x.device)
     if not rows:
         return out
@@ -116,8 +108,8 @@ def rope_product_triton(
         out if turn.q_weight is None else turn.q_weight,
         out if turn.k_weight is None else turn.k_weight,
         turn.eps,
-        cos_sin,
-        turn.slots,
+        turn.cos_sin.contiguous(),
+        turn.slots.contiguous(),
         k_cache,
         v_cache,
         k_cache.stride(0),
@@ -139,6 +131,28 @@ def rope_product_triton(
         **dependent(x),
     )
     return out
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, turn: Turn) -> None:
+    dims = Dims()
+    dims.check("x", x, "T _")
+    dims.check("weight", weight, "N _", x.dtype)
+    if bias is not None:
+        dims.check("bias", bias, "N", x.dtype)
+    dims.check("k_cache", turn.k_cache, "P K D", x.dtype)
+    dims.check("v_cache", turn.v_cache, "P K D", x.dtype)
+    for name, norm in (("q_weight", turn.q_weight), ("k_weight", turn.k_weight)):
+        if norm is not None:
+            dims.check(name, norm, "D", x.dtype)
+    dims.check("cos_sin", turn.cos_sin, "T 2 _", torch.float32)
+    dims.check("slots", turn.slots, "T", torch.int64)
+    head_dim, k_stride, v_stride = dims["D"], turn.k_cache.stride(), turn.v_cache.stride()
+    if k_stride != v_stride or k_stride[-1] != 1:
+        raise ValueError(f"strides: caches {k_stride}, {v_stride}")
+    if not fits(head_dim) or len(weight) % head_dim:
+        raise ValueError(f"weight: {len(weight)} outputs are no heads of {head_dim}")
+    if 2 * turn.cos_sin.shape[-1] != head_dim:
+        raise ValueError(f"cos_sin: {turn.cos_sin.shape[-1]} angles, heads are {head_dim} long")
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -74,6 +74,7 @@ class Decoder:
             Final-normed hidden states [T, H], and the taps side by side [T, len(taps) * H].
         """
         ctx = StepContext(self.rope[positions], slots, attention, kv)
+        # right before the layers, whose kernels rely on that: see engine.kernels.launch
         stream = self.embedding(token_ids)
         tapped = []
         for i, layer in enumerate(self.layers):

@@ -182,6 +182,7 @@ class Drafter:
             Final-normed hidden states [T, H].
         """
         ctx = StepContext(self.rope[positions], slots, attention, kv)
+        # right before the layers, whose kernels rely on that: see engine.kernels.launch
         stream = self.embedding(token_ids)
         for i, layer in enumerate(self.layers):
             stream = layer(

@@ -22,17 +22,23 @@ class Downloads:
     def __init__(self) -> None:
         """Nothing has been asked for yet."""
         self._free: dict[tuple[torch.Size, torch.dtype], list[Landing]] = {}
+        self._taken: dict[int, Landing] = {}
+        """By id. A kernel that torch knows nothing of will write there, also where nobody waits."""
 
     def take(self, like: torch.Tensor) -> "Landing":
         """Memory for a result such as `like`."""
         free = self._free.get((like.shape, like.dtype))
         if free:
-            return free.pop()
-        there = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-        return Landing(there, there.numpy(), torch.cuda.Event())
+            landing = free.pop()
+        else:
+            there = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+            landing = Landing(there, there.numpy(), torch.cuda.Event())
+        self._taken[id(landing)] = landing
+        return landing
 
     def give_back(self, landing: "Landing") -> None:
         """Its result has been read."""
+        self._taken.pop(id(landing), None)
         there = landing.there
         if len(self._free) >= _SHAPES:
             self._free.clear()

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from engine.kernels.activation import silu_mul
+from engine.kernels.linear import Linear
 from engine.kernels.markov import markov_chain
 from engine.kernels.norms import add_rms_norm, rms_norm
+from engine.kernels.paged_attention_triton import paged_attention_triton
+from engine.kernels.rope_product import Turn, rope_product
 from engine.kernels.rope_store import rope_store
 from engine.kernels.sampling import sample
 from engine.kernels.slot_mapping import slot_mapping
@@ -50,6 +53,36 @@ def test_layer_ops() -> None:
         ]
 
     replayed(run)
+
+
+def test_a_product_that_stores_and_attention_behind_it() -> None:
+    """Counts and caches are as they were for each replay; attention sees what was just stored."""
+    heads, kv, dim, rows = 16, 4, 128, 6
+    weight = torch.randn((heads + 2 * kv) * dim, 1024, device="cuda", dtype=torch.bfloat16) / 32
+    matrix = Linear(weight)
+    assert matrix.takes_few(rows)
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    norm = torch.randn(dim, device="cuda", dtype=torch.bfloat16)
+    caches = torch.randn(2, 64, kv, dim, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(40, 40 + rows, device="cuda")
+    turn = Turn(norm, norm, 1e-6, torch.rand(rows, 2, dim // 2, device="cuda"), *caches, slots)
+    table = torch.arange(4, dtype=torch.int32, device="cuda")[None]
+    ends = torch.tensor([0, rows], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([40 + rows], dtype=torch.int32, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        q = rope_product(x, matrix, turn)
+        out = paged_attention_triton(
+            q, *caches, table, ends, lens, kv_block_size=16, max_query_len=rows, scale=0.1
+        )
+        return [q, out]
+
+    replayed(run)
+    stored = caches.clone()
+    caches[:, slots] = float("nan")
+    want = run()
+    assert torch.equal(caches, stored)
+    assert all(bool(o.isfinite().all()) for o in want)
 
 
 @pytest.mark.parametrize("sampled", [False, True])

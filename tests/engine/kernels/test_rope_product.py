@@ -5,9 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.few_rows import BLOCK_N, FewRows
+from engine.kernels.few_rows import BLOCK_N, FewRows, few_rows_triton
+from engine.kernels.linear import Linear
 from engine.kernels.rope import inverse_frequencies, rope_table
-from engine.kernels.rope_product import Turn, fits, rope_product_ref, rope_product_triton
+from engine.kernels.rope_product import (
+    Turn,
+    fits,
+    rope_product,
+    rope_product_ref,
+    rope_product_triton,
+)
+from engine.kernels.rope_store import rope_store_triton
 from tests.helpers.ahead import compiling
 from tests.helpers.close import assert_as_good_as
 from tests.helpers.triton import INTERPRETED, KERNEL_DEVICE, needs_triton, summable
@@ -26,7 +34,8 @@ class Layer:
         *,
         heads: tuple[int, int] = (3, 2),
         dim: int = 64,
-        norms: bool = True,
+        norms: str = "qk",
+        head_major: bool = False,
         biased: bool = False,
         dtype: torch.dtype = torch.float16,
         device: str = KERNEL_DEVICE,
@@ -37,18 +46,28 @@ class Layer:
         (q, kv), columns = heads, (heads[0] + 2 * heads[1]) * dim
         self.x, self.weight = some(rows, WIDTH), some(columns, WIDTH) / 16
         self.bias = some(columns) if biased else None
-        self.q_norm, self.k_norm = (some(dim), some(dim)) if norms else (None, None)
+        self.norms = tuple(some(dim) if n in norms else None for n in "qk")
         at = torch.arange(rows, device=device)
         angles = rope_table(inverse_frequencies(dim, 100.0), 32).to(device)[at * 7 % 31]
         # every third token is padding; the others' slots are in no order
         slots = torch.where(at % 3 == 1, -1, at * 11 % 23)
         self.cache = torch.full((2, 23, kv, dim), float("nan"), dtype=dtype, device=device)
-        self.norms, self.angles, self.slots = (self.q_norm, self.k_norm), angles, slots
+        self.angles, self.slots, self.head_major = angles, slots, head_major
         self.query_heads = q
+
+    def made_summable(self) -> "Layer":
+        """With values whose sums no order changes."""
+        self.x = summable(*self.x.shape, dtype=self.x.dtype)
+        self.weight = summable(*self.weight.shape, dtype=self.x.dtype, steps=128)
+        if self.bias is not None:
+            self.bias = summable(*self.bias.shape, dtype=self.x.dtype)
+        return self
 
     def turn(self, dtype: torch.dtype) -> Turn:
         norms = (None if w is None else w.to(dtype) for w in self.norms)
         k, v = self.cache.to(dtype, copy=True)
+        if self.head_major:
+            k, v = (c.transpose(0, 1).contiguous().transpose(0, 1) for c in (k, v))
         return Turn(*norms, 1e-6, self.angles, k, v, self.slots)
 
     def way(self, parts: int) -> FewRows:
@@ -89,25 +108,70 @@ def test_heads_are_turned_and_stored(rows: int, dim: int, parts: int, dtype: tor
 @needs_triton
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("heads", [(4, 1), (2, 2), (1, 1)])
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", ["", "q", "k", "qk"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_groups_norms_and_biases(heads: tuple[int, int], norms: bool, biased: bool) -> None:
+def test_groups_norms_and_biases(heads: tuple[int, int], norms: str, biased: bool) -> None:
     Layer(5, heads=heads, norms=norms, biased=biased).check(2)
-    Layer(5, heads=heads, dim=256, norms=norms, biased=biased).check(1)
+
+
+@needs_triton
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dim", [64, 256])
+def test_caches_by_head(dim: int) -> None:
+    Layer(5, dim=dim, head_major=True).check(1)
+
+
+@needs_triton
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rounds_as_a_product_and_rope_store_by_themselves(dim: int, biased: bool) -> None:
+    """The bits of both, but for one unit here and there: squares are added up in another order."""
+    layer = Layer(16, dim=dim, biased=biased).made_summable()
+    one, two, way = layer.turn(torch.float16), layer.turn(torch.float16), layer.way(2)
+    q = rope_product_triton(layer.x, layer.weight, layer.bias, way, one)
+    qkv = few_rows_triton(layer.x, layer.weight, layer.bias, way)
+    want = rope_store_triton(qkv.view(16, -1, dim), *two)
+    for got, expected in ((q, want), (one.k_cache, two.k_cache), (one.v_cache, two.v_cache)):
+        known = expected.isfinite()
+        assert torch.equal(known, got.isfinite())
+        assert (got[known] == expected[known]).float().mean() > 0.99
+
+
+@needs_triton
+def test_the_op_takes_few_rows_there_and_leaves_more_to_the_product() -> None:
+    for rows in (5, 17):
+        layer = Layer(rows, biased=True)
+        matrix = Linear(layer.weight, layer.bias, pack=False)
+        matrix.few = layer.way(2)
+        turn, want = layer.turn(torch.float16), layer.turn(torch.float16)
+        got = rope_product(layer.x, matrix, turn)
+        if rows > 16:
+            expected = rope_product_ref(layer.x, layer.weight, layer.bias, want)
+        else:
+            args = layer.x, layer.weight, layer.bias, layer.way(2), want
+            expected = rope_product_triton(*args)
+        close = {"atol": 0.0, "rtol": 0.0} if rows <= 16 else {"atol": 0.05, "rtol": 0.01}
+        torch.testing.assert_close(got, expected, **close)
+        for a, b in ((turn.k_cache, want.k_cache), (turn.v_cache, want.v_cache)):
+            torch.testing.assert_close(a, b, equal_nan=True, **close)
 
 
 @needs_triton
 def test_a_row_has_the_same_bits_beside_any_others() -> None:
     layer = Layer(16, dim=128)
     if INTERPRETED:
-        layer.x = summable(*layer.x.shape, dtype=layer.x.dtype)
-        layer.weight = summable(*layer.weight.shape, dtype=layer.x.dtype, steps=128)
+        layer.made_summable()
     turn = layer.turn(layer.x.dtype)
     whole = rope_product_triton(layer.x, layer.weight, None, layer.way(2), turn)
     for rows in (1, 3, 15):
-        few = turn._replace(cos_sin=turn.cos_sin[:rows], slots=turn.slots[:rows])
+        few = layer.turn(layer.x.dtype)
+        few = few._replace(cos_sin=few.cos_sin[:rows], slots=few.slots[:rows])
         some = rope_product_triton(layer.x[:rows], layer.weight, None, layer.way(2), few)
         assert torch.equal(some, whole[:rows])
+        stored = few.slots[few.slots >= 0]
+        assert torch.equal(few.k_cache[stored], turn.k_cache[stored])
+        assert torch.equal(few.v_cache[stored], turn.v_cache[stored])
 
 
 @needs_triton
@@ -116,10 +180,23 @@ def test_what_it_cannot_do() -> None:
     turn = layer.turn(layer.x.dtype)
     out = rope_product_triton(layer.x, layer.weight, None, layer.way(1), turn)
     assert out.shape == (0, 3, 64)
+    three = Layer(3)
+    for name, wrong in (("slots", turn.slots), ("cos_sin", three.angles[:, :, :16])):
+        other = three.turn(turn.k_cache.dtype)._replace(**{name: wrong})
+        with pytest.raises(ValueError, match=name):
+            rope_product_triton(three.x, three.weight, None, three.way(1), other)
+    right, bias = three.turn(turn.k_cache.dtype), three.weight[0, :3]
+    with pytest.raises(ValueError, match="bias"):
+        rope_product_triton(three.x, three.weight, bias, three.way(1), right)
     x = layer.weight.new_zeros(17, WIDTH)
     with pytest.raises(ValueError, match="17 rows, at most 16"):
         rope_product_triton(x, layer.weight, None, layer.way(1), turn)
-    small = turn._replace(k_cache=turn.k_cache[..., :32], v_cache=turn.v_cache[..., :32])
+    small = turn._replace(
+        q_weight=None,
+        k_weight=None,
+        k_cache=turn.k_cache[..., :32],
+        v_cache=turn.v_cache[..., :32],
+    )
     with pytest.raises(ValueError, match="448 outputs are no heads of 32"):
         rope_product_triton(layer.x, layer.weight, None, layer.way(1), small)
     other = turn._replace(v_cache=turn.v_cache.transpose(0, 1).contiguous().transpose(0, 1))
@@ -129,11 +206,14 @@ def test_what_it_cannot_do() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles; the interpreter does not")
-def test_its_sum_is_that_of_few_rows(tmp_path: Path) -> None:
-    """Compiled for compute capability 9.0: tensor cores, loads under way, an early start."""
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_it_compiles_to(parts: int, tmp_path: Path) -> None:
+    """For compute capability 9.0: tensor cores, loads under way, an early start."""
     with compiling(tmp_path) as made:
         layer = Layer(8, dim=128, dtype=torch.bfloat16, device="cpu")
-        rope_product_triton(layer.x, layer.weight, None, layer.way(1), layer.turn(torch.bfloat16))
+        rope_product_triton(
+            layer.x, layer.weight, None, layer.way(parts), layer.turn(torch.bfloat16)
+        )
     (kernel,) = made.kernels["_rope_product_kernel"]
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx
