@@ -88,9 +88,10 @@ def bench_kernels(**values: Any) -> None:
     )
     about = bench.about()
     sys.stderr.write("dspark: " + ", ".join(f"{k} {v}" for k, v in about.items()) + "\n")
-    sys.stdout.write(_HEADER)
     ops = frozenset(given.ops.split(",")) if given.ops is not None else frozenset()
-    for measured in bench.run(ops):
+    cases = bench.run(ops)
+    sys.stdout.write(_HEADER)
+    for measured in cases:
         rows.append(measured)
         sys.stdout.write(_row(measured))
         sys.stdout.flush()

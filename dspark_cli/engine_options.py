@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dspark_cli.options import MEMORY, MODEL, RUN, SPECULATION, option
-from dspark_cli.parsers import real, size, whole
+from dspark_cli.parsers import real, share, size, whole
 from engine.config import MAX_THREADS, EngineConfig
 from engine.errors import ConfigError
 
@@ -166,7 +166,7 @@ GpuMemoryUtilization = Annotated[
     option(
         MEMORY,
         "Share of device memory to use; what weights and the largest steps leave is KV's.",
-        parser=real(0.0, 1.0),
+        parser=share,
         metavar="P",
     ),
 ]

@@ -61,6 +61,18 @@ def real(low: float, high: float = math.inf) -> Callable[[str | float], float]:
     return number
 
 
+def share(text: str | float) -> float:
+    """A number above 0, up to 1.
+
+    Raises:
+        typer.BadParameter: It is none.
+    """
+    value = _float(text)
+    if not 0.0 < value <= 1.0:
+        raise typer.BadParameter(f"{value} is out of range; give more than 0, up to 1, as 0.9")
+    return value
+
+
 def counts(text: str) -> str:
     """`8,1,8` is `1,8`: sizes to measure at, rising, each once.
 

@@ -109,7 +109,8 @@ class EngineConfig:
         """Reject what cannot run."""
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
-                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}",
+                "it is a share of the device's memory: give 0.9, say",
             )
         if self.kv_block_size < 0 or self.kv_block_size & (self.kv_block_size - 1):
             raise ConfigError(
@@ -128,6 +129,9 @@ class EngineConfig:
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} must be >= 1, got {value}")
+        if self.max_model_len == 1:
+            what = "--max-model-len must be >= 2, got 1"
+            raise ConfigError(what, "it holds a prompt of one token and one new one at the least")
         if self.synthetic_acceptance is not None and self.synthetic_acceptance < 1.0:
             raise ConfigError(
                 f"--synthetic-acceptance must be >= 1, got {self.synthetic_acceptance}",

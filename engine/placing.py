@@ -2,12 +2,14 @@
 
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 
 from engine.config import EngineConfig
 from engine.dist.collectives import Collectives, Solo
 from engine.errors import ConfigError
+from engine.kernels.linear import Linear
 from engine.models.interface import AnyTarget, Target
 from engine.models.layers import Placement
 
@@ -58,13 +60,17 @@ def usable_cores() -> int:
 
 @torch.inference_mode()
 def pick_threads(target: Target, most: int) -> int:
+    """As `faster_threads`, of a network's layers."""
+    return faster_threads(target.layers[0].products, target.embedding.dtype, most)
+
+
+def faster_threads(products: Sequence[Linear], dtype: torch.dtype, most: int) -> int:
     """`most` threads if they run a layer's products clearly faster here and now, else 1.
 
     Threads wait for each other after every product. Where other programs keep the cores busy, or
     the products are small, one thread is faster than two, at times by several fold.
     """
-    layer, dtype = target.layers[0], target.embedding.dtype
-    rows = {n: torch.randn(8, n, dtype=dtype) for n in {m.in_features for m in layer.products}}
+    rows = {n: torch.randn(8, n, dtype=dtype) for n in {m.in_features for m in products}}
 
     def seconds(threads: int) -> float:
         torch.set_num_threads(threads)
@@ -72,7 +78,7 @@ def pick_threads(target: Target, most: int) -> int:
         for trial in range(_THREAD_TRIALS):
             if trial == 2:  # the first ones start threads and fill caches
                 begin = time.perf_counter()
-            for matrix in layer.products:
+            for matrix in products:
                 matrix(rows[matrix.in_features])
         # the sum, not the median: a stall now and then is what makes many threads slow
         return time.perf_counter() - begin

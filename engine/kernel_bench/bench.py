@@ -27,10 +27,11 @@ from engine.kernel_bench.layer_cases import (
     rope_store_case,
 )
 from engine.kernel_bench.timing import Ceiling, measure_ceiling, seconds_a_call
+from engine.kernels.linear import Linear
 from engine.models.config import DraftSpec, TargetSpec
 from engine.models.deepseek_v4_spec import V4TargetSpec
 from engine.models.layers import Placement
-from engine.placing import placement, usable_cores
+from engine.placing import faster_threads, placement, usable_cores
 
 COLD_BYTES = 3e8
 """Calls go round so much memory: several times what caches hold."""
@@ -49,7 +50,7 @@ class Sizes:
     long_requests: int = 64
     long_context: int = 2048
     prefill: int = 8192
-    """Tokens of one prompt."""
+    """Tokens of one prompt, or the model's context where that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Bench:
         }
 
     def run(self, ops: frozenset[str] = frozenset()) -> Iterator[Measured]:
-        """Measure one case after the other.
+        """What measures one case after the other.
 
         Args:
             ops: Their names; none: all.
@@ -109,9 +110,8 @@ class Bench:
         if unknown := sorted(ops - set(known)):
             what = f"this pair has no op {unknown[0]!r} that is measured"
             raise ConfigError(what, f"use some of {', '.join(known)}")
-        for op, make in cases:
-            if not ops or op in ops:
-                yield measure(make(), self.at, self.ceiling)
+        asked = (make for op, make in cases if not ops or op in ops)
+        return (measure(make(), self.at, self.ceiling) for make in asked)
 
     def _cases(self) -> list[tuple[str, Callable[[], Case]]]:
         sizes, target, gamma = self.sizes, self.plan.target, self.plan.num_speculative_tokens
@@ -130,11 +130,12 @@ class Bench:
         def attention(*asked: Asked) -> list[tuple[str, Callable[[], Case]]]:
             return [("attention", partial(attention_case, a, spec, at)) for a in asked]
 
+        prompt = min(sizes.prefill, target.max_position)
         cases = attention(
             Asked(sizes.long_requests, sizes.long_context, width),
             Asked(sizes.long_requests, sizes.long_context, 1),
-            Asked(1, 0, sizes.prefill),
-            Asked(64, 0, max(sizes.prefill // 64, 1)),
+            Asked(1, 0, prompt),
+            Asked(64, 0, max(prompt // 64, 1)),
         )
         for n in sizes.requests:
             tokens = n * width
@@ -173,8 +174,19 @@ def prepare(config: EngineConfig, sizes: Sizes) -> Bench:
     plan, _ = plan_checkpoints(config)
     at = placement(config, plan.target)
     if at.device.type == "cpu":
-        torch.set_num_threads(config.threads or usable_cores())
+        torch.set_num_threads(config.threads or _threads(plan, at))
     return Bench(config, sizes, at, measure_ceiling(at), plan)
+
+
+def _threads(plan: Plan, at: Placement) -> int:
+    """As many as an engine would take: all cores, or one if that is faster."""
+    hidden = plan.target.layers.hidden_size
+    shapes = [(hidden, hidden)]
+    if isinstance(plan.target, TargetSpec):
+        inner = plan.target.layers.intermediate_size
+        shapes += [(2 * inner, hidden), (hidden, inner)]
+    products = [Linear(torch.empty(shape, dtype=at.dtype).normal_()) for shape in shapes]
+    return faster_threads(products, at.dtype, usable_cores())
 
 
 @torch.inference_mode()

@@ -34,7 +34,8 @@ HUGE = "99999999999999999999999999"
         ("--limit", "0", "0 is out of range; give 1 to"),
         ("--max-num-seqs", HUGE, f"{HUGE} is out of range; give 1 to"),
         ("--max-model-len", "0", "0 is out of range"),
-        ("--gpu-memory-utilization", "2", "2.0 is out of range; give 0 to 1"),
+        ("--max-model-len", "1", "must be >= 2, got 1"),  # no prompt fits, each row would fail
+        ("--gpu-memory-utilization", "2", "2.0 is out of range; give more than 0, up to 1"),
         ("--grace", "inf", "inf is out of range"),
         ("--max-tokens", HUGE, f"got {HUGE}"),
         ("--top-k", HUGE, f"got {HUGE}"),
@@ -140,6 +141,7 @@ def test_an_engine_option_is_the_same_in_every_command() -> None:
     [
         (["eval", "gsm8k"], "--shots=-1", "-1 is out of range; give 0 to"),
         (["eval", "gsm8k"], "--limit=0", "0 is out of range; give 1 to"),
+        (["eval", "gsm8k"], "--gpu-memory-utilization=0", "0.0 is out of range; give more than 0"),
         (["eval", "gsm8k"], "--max-tokens=0", "got 0; give a value in these bounds"),
         (["eval", "gsm8k"], "--temperature=-1", "got -1.0; give a value in these bounds"),
         (["eval", "gsm8k"], "--seed=x", "'x' is not an integer; write it in digits"),

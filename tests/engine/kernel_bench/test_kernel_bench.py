@@ -9,6 +9,7 @@ import torch
 
 from engine import ConfigError, EngineConfig
 from engine.kernel_bench import attention_cases, choice_cases, index_cases, layer_cases, timing
+from engine.kernel_bench import bench as bench_module
 from engine.kernel_bench.attention_cases import Asked, attention_case
 from engine.kernel_bench.bench import Sizes, measure, prepare
 from engine.kernel_bench.case import Case, as_good_as, equal
@@ -202,10 +203,35 @@ def test_a_bench_has_the_rows_that_count(tmp_path: Path) -> None:
     assert len({(m.op, m.shape) for m in rows}) == len(rows)
     assert {m.op for m in bench.run(frozenset({"sample"}))} == {"sample"}
     with pytest.raises(ConfigError, match="no op 'smaple'"):
-        next(bench.run(frozenset({"smaple"})))
+        bench.run(frozenset({"smaple"}))  # before any is measured
     assert "references" in bench.about()["path"]
     assert Sizes().prefill == 8192
     assert (Sizes().long_requests, Sizes().long_context) == (64, 2048)
+
+
+def test_no_prompt_is_longer_than_the_model_takes(tmp_path: Path) -> None:
+    """8,192 tokens took a CPU 10 s a call, of a model that holds 2,048."""
+    folder = write_target(tmp_path / "t", "Qwen3ForCausalLM", max_position=48)
+    bench = prepare(EngineConfig(model=str(folder), device="cpu", threads=1), SMALL)
+    shapes = [m.shape for m in bench.run(frozenset({"attention"}))]
+    assert "1 x (0 + 48) causal" in shapes
+
+
+def test_a_cpu_takes_the_threads_an_engine_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of two busy cores made every op wait for the scheduler: 8 ms for 0.1."""
+    config = EngineConfig(model=str(write_target(tmp_path / "t", "Qwen3ForCausalLM")), device="cpu")
+    before, took = torch.get_num_threads(), []
+    monkeypatch.setattr(bench_module, "usable_cores", lambda: 7)
+    for answer in (1, 7):
+        monkeypatch.setattr(bench_module, "faster_threads", lambda *given, n=answer: n)
+        try:
+            prepare(config, SMALL)
+            took.append(torch.get_num_threads())
+        finally:
+            torch.set_num_threads(before)
+    assert took == [1, 7]
 
 
 @pytest.mark.gpu
