@@ -1,8 +1,8 @@
 """Results to pinned memory of the host, by a kernel.
 
-A copy by the device's copy engine stands between two rounds: the stream changes engines twice, some
-15 us (H200, traced: 4 to 10 before it, 5 to 12 after); a kernel of a few hundred values takes 2.
-Results are that small, and pinned memory has one address for host and device.
+A copy by the device's copy engine stands between two rounds, and the stream changes engines twice.
+Results are small, and pinned memory has one address for host and device. (H200, one request of the
+8B shape, `bench round`: a gap of 0.02 ms a round before, 0.01 after.)
 """
 
 import torch

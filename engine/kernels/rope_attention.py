@@ -20,78 +20,16 @@ import triton
 
 from engine.kernels.contract import Dims
 from engine.kernels.launch import dependent, multiprocessors
-from engine.kernels.paged_attention import AttentionBatch, paged_attention
+from engine.kernels.paged_attention import AttentionBatch
 from engine.kernels.paged_attention_triton import LOG2_E, Tile, choose_tile
 from engine.kernels.rope_attention_jit import rope_attention_kernel
-from engine.kernels.rope_store import rope_store
 
 _MAX_ROWS = 64
 """(query, head) pairs of a program: more are worth a pass of their own."""
 
 
-def rope_attention(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-) -> torch.Tensor:
-    """Norm and rotate q and k, store k and v, attend.
-
-    Args:
-        qkv: [T, Q + 2K, D]: query, key and value heads; Q is a multiple of K.
-        q_weight: [D] RMS norm of query heads, or None for no norm.
-        k_weight: [D] RMS norm of key heads, or None.
-        eps: Of both norms.
-        cos_sin: [T, 2, D/2] float32, rows of `rope_table` at each token's position.
-        k_cache: [slots, K, D], one layer, changed in place.
-        v_cache: [slots, K, D], changed in place.
-        slots: [T] int64; negative slots write nothing.
-        batch: Lengths and block tables; the slots are those of its last tokens.
-        scale: Multiplies the scores; > 0.
-        causal: Among the queries of one request.
-        window: Context tokens visible before the first query; 0 = all.
-
-    Returns:
-        [T, Q, D] in qkv's dtype; padding rows are 0.
-    """
-    dims = Dims()
-    dims.check("qkv", qkv, "T _ D")
-    dims.check("k_cache", k_cache, "P K D", qkv.dtype)
-    dims.check("v_cache", v_cache, "P K D", qkv.dtype)
-    dims.check("cos_sin", cos_sin, "T 2 _", torch.float32)
-    dims.check("slots", slots, "T", torch.int64)
-    if not joins(qkv.shape[1] - 2 * k_cache.shape[1], k_cache, batch):
-        q = rope_store(qkv, q_weight, k_weight, eps, cos_sin, k_cache, v_cache, slots)
-        return paged_attention(
-            q, k_cache, v_cache, batch, scale=scale, causal=causal, window=window
-        )
-    return rope_attention_triton(
-        qkv,
-        q_weight,
-        k_weight,
-        eps,
-        cos_sin,
-        k_cache,
-        v_cache,
-        slots,
-        batch,
-        scale=scale,
-        causal=causal,
-        window=window,
-    )
-
-
 def joins(num_heads: int, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
-    """Is one launch better than two, of `num_heads` query heads?"""
+    """Is this one launch better than `rope_store` and `paged_attention`, of `num_heads` heads?"""
     return k_cache.is_cuda and fits(num_heads, k_cache, batch) and _fills(k_cache, batch)
 
 
@@ -109,10 +47,8 @@ def fits(num_heads: int, k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
 
 def _fills(k_cache: torch.Tensor, batch: AttentionBatch) -> bool:
     """Are there programs for a third of the multiprocessors, and not more than 8 for each?"""
-    programs, processors = (
-        len(batch.seq_lens) * k_cache.shape[1],
-        multiprocessors(k_cache.device),
-    )
+    programs = len(batch.seq_lens) * k_cache.shape[1]
+    processors = multiprocessors(k_cache.device)
     return processors <= 3 * programs and programs <= 8 * processors
 
 
@@ -132,7 +68,32 @@ def rope_attention_triton(
     window: int = 0,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`rope_attention` in one launch, where it `fits`; `tile` None is found from the rest."""
+    """Norm and rotate q and k, store k and v, attend; where it `fits`.
+
+    Args:
+        qkv: [T, Q + 2K, D]: query, key and value heads; Q is a multiple of K.
+        q_weight: [D] RMS norm of query heads, or None for no norm.
+        k_weight: [D] RMS norm of key heads, or None.
+        eps: Of both norms.
+        cos_sin: [T, 2, D/2] float32, rows of `rope_table` at each token's position.
+        k_cache: [slots, K, D], one layer, changed in place.
+        v_cache: [slots, K, D], changed in place.
+        slots: [T] int64; negative slots write nothing.
+        batch: Lengths and block tables; the slots are those of its last tokens.
+        scale: Multiplies the scores; > 0.
+        causal: Among the queries of one request.
+        window: Context tokens visible before the first query; 0 = all.
+        tile: Program shape; None = from the table.
+
+    Returns:
+        [T, Q, D] in qkv's dtype; padding rows are 0.
+    """
+    dims = Dims()
+    dims.check("qkv", qkv, "T _ D")
+    dims.check("k_cache", k_cache, "P K D", qkv.dtype)
+    dims.check("v_cache", v_cache, "P K D", qkv.dtype)
+    dims.check("cos_sin", cos_sin, "T 2 _", torch.float32)
+    dims.check("slots", slots, "T", torch.int64)
     num_tokens, num_rows, head_dim = qkv.shape
     num_reqs, kv_heads = batch.block_table.shape[0], k_cache.shape[1]
     num_heads = num_rows - 2 * kv_heads

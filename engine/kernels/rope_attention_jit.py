@@ -8,6 +8,7 @@ import triton.language as tl
 
 from engine.kernels.launch import wait_for_inputs
 from engine.kernels.paged_attention_jit import block_ids, zero_heads
+from engine.kernels.rope_store import turned
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "window", "table_stride"])
@@ -135,18 +136,14 @@ def _norm_weights(weight_ptr, HALF: tl.constexpr, NORM: tl.constexpr):
 def _turned(x_ptr, angle_ptr, w_a, w_b, eps, live, HALF: tl.constexpr, NORM: tl.constexpr):
     """Heads at x_ptr [N, 1], normed and rotated by the angles at angle_ptr [N, 1], as halves."""
     column = tl.arange(0, HALF)
-    dtype = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     raw_a = tl.load(x_ptr + column[None, :], mask=live[:, None], other=0.0)
     raw_b = tl.load(x_ptr + HALF + column[None, :], mask=live[:, None], other=0.0)
     cos = tl.load(angle_ptr + column[None, :], mask=live[:, None], other=0.0)
     sin = tl.load(angle_ptr + HALF + column[None, :], mask=live[:, None], other=0.0)
     a, b = raw_a.to(tl.float32), raw_b.to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)
-        # rounded where rms_norm rounds
-        a = ((a * scale[:, None]).to(dtype).to(tl.float32) * w_a).to(dtype).to(tl.float32)
-        b = ((b * scale[:, None]).to(dtype).to(tl.float32) * w_b).to(dtype).to(tl.float32)
-    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+    scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)
+    return turned(a, b, scale[:, None], w_a, w_b, cos, sin, dtype, NORM)
 
 
 @triton.jit

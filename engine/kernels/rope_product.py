@@ -27,7 +27,7 @@ from engine.kernels.few_rows import (
 )
 from engine.kernels.launch import dependent, wait_for_inputs
 from engine.kernels.linear import Linear
-from engine.kernels.rope_store import rope_store, rope_store_ref
+from engine.kernels.rope_store import rope_store, rope_store_ref, turned
 
 
 class Turn(NamedTuple):
@@ -218,26 +218,29 @@ def _rope_product_kernel(
         # a token's two halves of the head, [HALF, BLOCK_M]
         a = _column_sums(sums_ptr, d, row, PARTS, BLOCK_M, BLOCK_N)
         b = _column_sums(sums_ptr, d + HALF, row, PARTS, BLOCK_M, BLOCK_N)
-        dtype = out_ptr.dtype.element_ty
         if BIAS:
             a += tl.load(bias_ptr + d).to(tl.float32)[:, None]
             b += tl.load(bias_ptr + d + HALF).to(tl.float32)[:, None]
-        a, b = a.to(dtype), b.to(dtype)
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        raw_a, raw_b = a.to(dtype), b.to(dtype)
+        a, b = raw_a.to(tl.float32), raw_b.to(tl.float32)
+        scale = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / (2 * HALF) + eps)
+        scale = scale[None, :]
         kept = (slot >= 0)[None, :]
         if head < Q:
-            a, b = _turned(a, b, low, high, cos, sin, eps, HALF, Q_NORM)
+            q_a, q_b = turned(a, b, scale, low, high, cos, sin, dtype, Q_NORM)
             to = (row.to(tl.int64)[None, :] * Q + head) * (2 * HALF) + at[:, None]
-            tl.store(out_ptr + to, a, mask=live)
-            tl.store(out_ptr + to + HALF, b, mask=live)
+            tl.store(out_ptr + to, q_a, mask=live)
+            tl.store(out_ptr + to + HALF, q_b, mask=live)
         elif head < Q + K:
-            a, b = _turned(a, b, low, high, cos, sin, eps, HALF, K_NORM)
+            k_a, k_b = turned(a, b, scale, low, high, cos, sin, dtype, K_NORM)
             to = slot[None, :] * cache_slot + (head - Q) * cache_head + at[:, None]
-            tl.store(k_cache_ptr + to, a, mask=kept)
-            tl.store(k_cache_ptr + to + HALF, b, mask=kept)
+            tl.store(k_cache_ptr + to, k_a, mask=kept)
+            tl.store(k_cache_ptr + to + HALF, k_b, mask=kept)
         else:
             to = slot[None, :] * cache_slot + (head - Q - K) * cache_head + at[:, None]
-            tl.store(v_cache_ptr + to, a, mask=kept)
-            tl.store(v_cache_ptr + to + HALF, b, mask=kept)
+            tl.store(v_cache_ptr + to, raw_a, mask=kept)
+            tl.store(v_cache_ptr + to + HALF, raw_b, mask=kept)
 
 
 @triton.jit
@@ -283,15 +286,3 @@ def _norm_weights(
         low += tl.load(k_weight_ptr + at, mask=is_k, other=0.0).to(tl.float32)
         high += tl.load(k_weight_ptr + HALF + at, mask=is_k, other=0.0).to(tl.float32)
     return low[:, None], high[:, None]
-
-
-@triton.jit
-def _turned(a, b, low, high, cos, sin, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Halves [HALF, BLOCK_M] of heads, normed and rotated, rounded where `rope_store` rounds."""
-    dtype = a.dtype
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / (2 * HALF) + eps)
-        a = ((a * scale[None, :]).to(dtype).to(tl.float32) * low).to(dtype).to(tl.float32)
-        b = ((b * scale[None, :]).to(dtype).to(tl.float32) * high).to(dtype).to(tl.float32)
-    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)

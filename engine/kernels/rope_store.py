@@ -221,3 +221,15 @@ def _rope_store_kernel(
     to = slot * cache_slot + (head - Q - K)[:, None] * cache_head + column[None, :]
     tl.store(v_cache_ptr + to, raw_a, mask=kept & is_v)
     tl.store(v_cache_ptr + to + HALF, raw_b, mask=kept & is_v)
+
+
+@triton.jit
+def turned(a, b, scale, low, high, cos, sin, dtype: tl.constexpr, NORM: tl.constexpr):
+    """Halves of heads, float32 blocks whose values `dtype` has, normed and rotated.
+
+    Rounded where `rms_norm` rounds. `scale` is each head's, `low` and `high` are the weight.
+    """
+    if NORM:
+        a = ((a * scale).to(dtype).to(tl.float32) * low).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * high).to(dtype).to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)

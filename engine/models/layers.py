@@ -10,7 +10,7 @@ from engine.kernels.linear import Linear
 from engine.kernels.norms import rms_norm
 from engine.kernels.paged_attention import AttentionBatch, paged_attention
 from engine.kernels.rope import inverse_frequencies, rope_table
-from engine.kernels.rope_attention import joins, rope_attention
+from engine.kernels.rope_attention import joins, rope_attention_triton
 from engine.kernels.rope_product import Turn, rope_product
 from engine.kv.cache import PagedKV
 from engine.models.config import LayersSpec
@@ -172,7 +172,9 @@ class Attention:
         scale, batch = spec.head_dim**-0.5, ctx.attention
         if joins(spec.num_heads, k_cache, batch):
             qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-            out = rope_attention(qkv, *turn, batch, scale=scale, causal=causal, window=window)
+            out = rope_attention_triton(
+                qkv, *turn, batch, scale=scale, causal=causal, window=window
+            )
         else:
             q = rope_product(x, self.qkv, turn)
             out = paged_attention(
