@@ -23,6 +23,7 @@ from engine.dist.group import Group
 from engine.dist.token_shards import TokenShards
 from engine.dist.torchrun import launched, resolve_size
 from engine.errors import ConfigError, DSparkError
+from engine.kernels.capture import capture
 from engine.kernels.hc_post import hc_post
 from engine.models.draft_tail import TailOrder, head_states, received_bytes
 from engine.placing import device_of
@@ -211,18 +212,16 @@ class _GraphClock:
 
     def prepare(self, body: Callable[[], torch.Tensor], want: torch.Tensor) -> tuple[Timed, bool]:
         """As for a CPU; the body is called as it is, captured, and replayed."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            eager = body()
-        torch.cuda.current_stream().wait_stream(side)
-        right = torch.equal(eager, want)
-        graph = torch.cuda.CUDAGraph()
+        right = torch.equal(body(), want)
         start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
-        with torch.cuda.graph(graph):
+
+        def timed() -> torch.Tensor:
             start.record()
-            out = body()
+            result = body()
             end.record()
+            return result
+
+        graph, out = capture(timed, warm_up=body)
         out.fill_(float("nan"))  # what is compared is the replay's
         graph.replay()
         right = right and torch.equal(out, want)

@@ -25,6 +25,7 @@ from engine.deepseek_v4_floor import round_bytes
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.kernel_bench.timing import measure_ceiling
+from engine.kernels.capture import capture
 from engine.kernels.linear import Linear
 from engine.kv.cache import PagedKV
 from engine.kv.rolling import RollingState
@@ -346,15 +347,7 @@ def _timer(
 
     if device.type != "cuda":
         return lambda: 1e3 * _wall(work)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    graph, _ = capture(work)
 
     def replay() -> float:
         assert inputs is not None  # the graph reads them: they live as long as it does

@@ -6,6 +6,8 @@ from statistics import median
 
 import torch
 
+from engine.kernels.capture import capture
+
 
 def milliseconds(
     body: Callable[[], object], device: torch.device, *, calls: int = 10, repeats: int = 5
@@ -24,15 +26,12 @@ def milliseconds(
         body()  # compile, connect, fill caches
     if device.type != "cuda":
         return 1e3 * median(_wall(body, calls) for _ in range(repeats))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        body()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def several() -> None:
         for _ in range(calls):
             body()
+
+    graph, _ = capture(several, warm_up=body)
     graph.replay()
     times: list[float] = []
     for _ in range(repeats):

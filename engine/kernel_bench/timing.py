@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 
+from engine.kernels.capture import capture
 from engine.models.layers import Placement
 
 Call = Callable[[], object]
@@ -61,16 +62,7 @@ def seconds_a_call(calls: list[Call], device: torch.device) -> float:
                 call()
             times.append(time.perf_counter() - begin)
         return median(times) / len(calls)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph, _ = capture(lambda: _make(calls), warm_up=lambda: _make(calls[:2]))
     graph.replay()
     times = []
     for _ in range(_REPEATS):
@@ -81,3 +73,8 @@ def seconds_a_call(calls: list[Call], device: torch.device) -> float:
         end.synchronize()
         times.append(float(start.elapsed_time(end)) / 1e3)
     return median(times) / len(calls)
+
+
+def _make(calls: list[Call]) -> None:
+    for call in calls:
+        call()

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.kernels.acceptance import Drafts
+from engine.kernels.capture import capture
 from engine.runner.batch import Members, Needs
 from engine.runner.prefills import Prefills
 from engine.runner.steps import Steps
@@ -187,25 +188,20 @@ class Graphs:
 
     def record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture what `body` launches, and where it leaves its results."""
-        # compile and fill caches outside the capture; padding writes the spare row only
         begin = time.perf_counter()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+
+        def warm_up() -> None:  # padding writes the spare row only
             for _ in range(2):
                 body()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                if self._pool is None and self._pool_bytes:
-                    # taken whole, and given back to the pool at once: tiers captured one after the
-                    # other would each add what the last one left too small
-                    torch.empty(self._pool_bytes, dtype=torch.uint8, device=self._inputs.device)
-                out = body()
-        finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
+
+        def first() -> T:
+            # taken whole, and given back to the pool at once: tiers captured one after the other
+            # would each add what the last one left too small
+            torch.empty(self._pool_bytes, dtype=torch.uint8, device=self._inputs.device)
+            return body()
+
+        whole = self._pool is None and self._pool_bytes
+        graph, out = capture(first if whole else body, warm_up=warm_up, pool=self._pool)
         # one pool: rounds never run at the same time, so their scratch may be the same
         self._pool = self._pool or graph.pool()
         self._note_capture(1e3 * (time.perf_counter() - begin))
