@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import CapacityError, Completion, Engine, EngineConfig, SamplingParams
 from engine.config import VerifyMode
@@ -75,6 +76,22 @@ class Trouble:
             return out
 
         setattr(owner, name, attempt)
+
+
+class FailingOps(TorchDispatchMode):
+    """The n-th op of torch finds no memory for its result, for each n of `when`."""
+
+    def __init__(self, when: set[int]) -> None:
+        super().__init__()
+        self.count = self.raised = 0
+        self._when = when
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count in self._when:
+            self.raised += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+        return op(*args, **(kwargs or {}))
 
 
 def teach_rows(engine: Engine, answers: dict[str, tuple[int, ...]], hit_rate: float) -> None:
@@ -148,6 +165,36 @@ def test_outputs_are_those_of_an_undisturbed_run(
     assert stats.kv_blocks_used == 0
     if trouble.raised:
         assert (stats.max_num_seqs, stats.max_num_batched_tokens) != (6, 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verify", "graphs"),
+    [("greedy", "lagged", True), ("greedy", "sync", False), ("sampled", "all", True)],
+)
+def test_any_allocation_may_fail(
+    pair: tuple[Path, Path],
+    wanted: dict[str, dict[str, tuple[int, ...]]],
+    kind: str,
+    verify: str,
+    graphs: bool,
+) -> None:
+    """In the middle of a layer, between two writes of KV, while a round is put together."""
+    params, rng = {"greedy": GREEDY, "sampled": SAMPLED}[kind], random.Random(verify)
+    want = {str(i): wanted[kind][str(i)] for i in range(5)}
+
+    def run(when: set[int]) -> FailingOps:
+        engine = make(pair, graphs=graphs, late=True, verify=verify, max_num_seqs=4)
+        engine.prepare()  # most ops of so short a run
+        with FailingOps(when) as ops:
+            assert outputs(engine, requests(prompts(10)[:5], params)) == want, when
+        assert engine.stats.kv_blocks_used == 0
+        return ops
+
+    ops, raised = run(set()), 0
+    most = ops.count // 2  # later there is one request left, which may not fail twice in a row
+    for _ in range(3):
+        raised += run({rng.randint(1, most) for _ in range(2)}).raised
+    assert raised == 6
 
 
 def test_sizes_halve_by_what_did_not_fit(
