@@ -86,10 +86,10 @@ def bench_kernels(**values: Any) -> None:
         long_context=given.long_context,
         prefill=given.prefill_tokens,
     )
-    about = bench.about()
-    sys.stderr.write("dspark: " + ", ".join(f"{k} {v}" for k, v in about.items()) + "\n")
     ops = frozenset(given.ops.split(",")) if given.ops is not None else frozenset()
     cases = bench.run(ops)
+    about = bench.about()
+    sys.stderr.write("dspark: " + ", ".join(f"{k} {v}" for k, v in about.items()) + "\n")
     sys.stdout.write(_HEADER)
     for measured in cases:
         rows.append(measured)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -72,15 +72,19 @@ class Measured:
     """Is it the matrix rate that bounds it, not the memory's?"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bench:
     """What is measured, on what."""
 
     config: EngineConfig
     sizes: Sizes
     at: Placement
-    ceiling: Ceiling
     plan: Plan
+
+    @cached_property
+    def ceiling(self) -> Ceiling:
+        """What the device can do, measured when first asked for."""
+        return measure_ceiling(self.at)
 
     def about(self) -> dict[str, str]:
         """For whoever reads the numbers later."""
@@ -165,7 +169,7 @@ class Bench:
 
 
 def prepare(config: EngineConfig, sizes: Sizes) -> Bench:
-    """Find the shapes, and measure what the device can do.
+    """Find the shapes; nothing is measured yet.
 
     Raises:
         ConfigError: The device is not there, or the checkpoints do not go together.
@@ -175,7 +179,7 @@ def prepare(config: EngineConfig, sizes: Sizes) -> Bench:
     at = placement(config, plan.target)
     if at.device.type == "cpu":
         torch.set_num_threads(config.threads or _threads(plan, at))
-    return Bench(config, sizes, at, measure_ceiling(at), plan)
+    return Bench(config, sizes, at, plan)
 
 
 def _threads(plan: Plan, at: Placement) -> int:

@@ -65,6 +65,7 @@ def test_bad_names_are_usage_errors(kernels: Callable[..., tuple[int, str, str]]
     code, out, err = kernels("--ops", "silu_mul,sofmax")
     assert code == 2
     assert not out  # half a table
+    assert "copy GB/s" not in err  # and nothing has been measured
     assert "no op 'sofmax'" in err
     assert "silu_mul" in err.split("hint:")[1]
     assert kernels("--requests", "0")[0] == 2
