@@ -200,7 +200,7 @@ class Graphs:
             torch.empty(self._pool_bytes, dtype=torch.uint8, device=self._inputs.device)
             return body()
 
-        whole = self._pool is None and self._pool_bytes
+        whole = self._pool is None and self._pool_bytes > 0
         graph, out = capture(first if whole else body, warm_up=warm_up, pool=self._pool)
         # one pool: rounds never run at the same time, so their scratch may be the same
         self._pool = self._pool or graph.pool()

@@ -175,10 +175,13 @@ def test_any_allocation_may_fail(
     pair: tuple[Path, Path],
     wanted: dict[str, dict[str, tuple[int, ...]]],
     kind: str,
-    verify: str,
+    verify: VerifyMode,
     graphs: bool,
 ) -> None:
-    """In the middle of a layer, between two writes of KV, while a round is put together."""
+    """In the middle of a layer, between two writes of KV, while a round is put together.
+
+    Drawn from all ops of a run. Their number differs a little from run to run: what fails is said.
+    """
     params, rng = {"greedy": GREEDY, "sampled": SAMPLED}[kind], random.Random(verify)
     want = {str(i): wanted[kind][str(i)] for i in range(5)}
 
@@ -193,7 +196,7 @@ def test_any_allocation_may_fail(
     ops, raised = run(set()), 0
     most = ops.count // 2  # later there is one request left, which may not fail twice in a row
     for _ in range(3):
-        raised += run({rng.randint(1, most) for _ in range(2)}).raised
+        raised += run(set(rng.sample(range(1, most), 2))).raised
     assert raised == 6
 
 
@@ -355,7 +358,7 @@ def test_a_gpu_that_really_is_full(params: SamplingParams, verify: VerifyMode) -
         )
 
     want = outputs(make_demo(), many)
-    total, shortages, completed = torch.cuda.mem_get_info()[1], 0, 0
+    total, shortages, too_little = torch.cuda.mem_get_info()[1], 0, list[int]()
     for spare in (512, 192, 96, 48, 24, 12, 6, 2):
         engine = make_demo()
         engine.runner.release()
@@ -363,15 +366,14 @@ def test_a_gpu_that_really_is_full(params: SamplingParams, verify: VerifyMode) -
         torch.cuda.set_per_process_memory_fraction(allowed / total)
         try:
             assert outputs(engine, many) == want
-            completed += 1
         except CapacityError as error:
             print(f"{spare} MiB: {error}")
-            assert spare < 12  # nothing this small takes more
+            too_little.append(spare)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         stats = engine.stats
         print(f"{spare} MiB: {stats.out_of_memory} shortages, {stats.max_num_seqs} at once")
         shortages += stats.out_of_memory
         del engine
-    assert completed > 0
+    assert max(too_little, default=0) < 12
     assert shortages > 0

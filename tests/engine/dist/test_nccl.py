@@ -1,7 +1,6 @@
 """The same exchanges between GPUs, alone and replayed from graphs. Run by hand: -m multi_gpu."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from engine.dist.collectives import Collectives, TorchCollectives
 from engine.dist.mapped import NUMBERED, PLAIN, SIZES, Mapped
+from engine.kernels.capture import capture
 from engine.kernels.sum_norm import sum_norm_ref
 from tests.engine.dist.test_collectives import DTYPES, check_everything
 from tests.helpers.distributed import Ranks, run_ranks
@@ -26,19 +26,6 @@ def torchs_own(ranks: Ranks) -> TorchCollectives:
     )
 
 
-def captured(body: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    body()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        body()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = body()
-    return graph, out
-
-
 def check_replayed(group: Collectives, dtype: torch.dtype) -> None:
     """An all-to-all with fixed uneven splits and the others, with new contents every time."""
     me, size = group.rank, group.size
@@ -54,10 +41,10 @@ def check_replayed(group: Collectives, dtype: torch.dtype) -> None:
 
     y = torch.zeros(3, 64, dtype=dtype, device="cuda")
     graphs = [
-        captured(exchange),
-        captured(lambda: group.all_gather(y)),
-        captured(lambda: group.all_reduce(y * 1)),
-        captured(lambda: group.broadcast(y * 1)),
+        capture(exchange),
+        capture(lambda: group.all_gather(y)),
+        capture(lambda: group.all_reduce(y * 1)),
+        capture(lambda: group.broadcast(y * 1)),
     ]
     for turn in range(REPLAYS):
         x.fill_((10 * me + turn) % 100)
@@ -172,7 +159,7 @@ def check_sums(
             sums += [normed, stream]
         return torch.stack(sums)
 
-    graph, out = captured(layers)
+    graph, out = capture(layers)
     for turn in range(REPLAYS // 4):
         x.normal_(generator=generator)
         graph.replay()
