@@ -71,7 +71,8 @@ class Child:
             self.process.kill()
         self.process.wait()
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with suppress(BrokenPipeError):  # of a boot that it did not live to read
+                self.process.stdin.close()
 
 
 def how_it_ended(code: int) -> tuple[str, str]:

@@ -57,7 +57,7 @@ def kill_one(parent: int, victim: int) -> int:
         if new := [pid for pid in children(parent) if pid not in before]:
             return new[0]
         time.sleep(0.01)
-    raise AssertionError("it was not started again")
+    raise AssertionError(f"it was not started again; the run goes on: {alive(parent)}")
 
 
 def ids_made(bench: Bench) -> list[str]:
