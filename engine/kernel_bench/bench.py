@@ -169,7 +169,7 @@ class Bench:
 
 
 def prepare(config: EngineConfig, sizes: Sizes) -> Bench:
-    """Find the shapes; nothing is measured yet.
+    """Find the shapes and, on a CPU, how many threads to use.
 
     Raises:
         ConfigError: The device is not there, or the checkpoints do not go together.

@@ -57,7 +57,7 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@cache
+@cache  # which is what keeps it alive
 def _keep_registered(device: int) -> torch.cuda.CUDAGraph:
     """A graph, never captured, that the current device's generator knows as long as this lives.
 

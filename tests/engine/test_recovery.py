@@ -180,7 +180,8 @@ def test_any_allocation_may_fail(
 ) -> None:
     """In the middle of a layer, between two writes of KV, while a round is put together.
 
-    Drawn from all ops of a run. Their number differs a little from run to run: what fails is said.
+    Two ops, drawn from the first half of a run's. How many there are differs a little from run to
+    run: a failure says which they were.
     """
     params, rng = {"greedy": GREEDY, "sampled": SAMPLED}[kind], random.Random(verify)
     want = {str(i): wanted[kind][str(i)] for i in range(5)}

@@ -61,7 +61,7 @@ def test_all_graphs_are_captured_here() -> None:
 
 @pytest.mark.gpu
 def test_a_first_capture_on_a_full_device_is_an_error_and_no_abort() -> None:
-    """A torch that allocates in the middle of it has destroyed graphs that it did not know."""
+    """A torch that allocates as it begins destroyed a graph that it had not registered yet."""
     run("""
 allow(full=True)
 held = fill()
